@@ -63,7 +63,7 @@ from .engine.runner import CachedModel
 from .engine.session import Session, can_go_on, go_on
 from .engine.states import held
 from .engine.verifiable import masks_of, obstacle_to
-from .fast.fused import prepare, require_bits
+from .fast.fused import prepare, with_same_bits
 from .lengths.base import Length
 from .lossy import LossyTypical
 from .report import Recorder
@@ -319,8 +319,7 @@ class Generation:
         length = self.start_length(text.rows, distribution.do_sample)
         drafter = self.pair.drafter
         prepared = prepare(model, settings)
-        if settings.bits:
-            require_bits(prepared)
+        prepared = with_same_bits(prepared) if settings.bits else prepared
         prepared = prepared if call.encoded is None else call.encoded.around(prepared)
         target = target_runner(prepared, cache, masks, drafter.needs)
         self.recorder.passes = self.pair.graphs.serve(target, model, settings).runs

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("identity", "speed", "batches", "memory", "offload", "contexts", "quantized", "sampled")
+SECTIONS = ("identity", "speed", "batches", "memory", "offload", "contexts", "quantized", "sampled", "bits")
 """In the order of their value."""
 ITEM_SECONDS = 300  # an item that takes longer hangs
 GO_ON = 4  # the status of a process after which another one takes the next item
@@ -259,6 +259,14 @@ def rows_table(items: Found) -> Iterator[str]:
     yield from table(["", *columns], cells)
 
 
+def bits_table(items: Found) -> Iterator[str]:
+    """What it costs, then the hashes."""
+    for end in ("cost", "texts"):
+        if some := {item: one for item, one in items.items() if item.endswith(end)}:
+            yield ""
+            yield from rows_table(some)
+
+
 TITLES = {
     "identity": "Texts against plain `generate`",
     "speed": "Speed",
@@ -268,6 +276,7 @@ TITLES = {
     "contexts": "Contexts",
     "quantized": "Quantized targets",
     "sampled": "Sampled tokens against their distribution",
+    "bits": 'To the bit: `exact="bits"`',
 }
 TABLES = {
     "identity": identity_table,
@@ -278,6 +287,7 @@ TABLES = {
     "contexts": rows_table,
     "quantized": race_table,
     "sampled": rows_table,
+    "bits": bits_table,
 }
 
 

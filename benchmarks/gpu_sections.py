@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
-from assisted.fast.fused import fused, prepare
+from assisted.fast.fused import prepare, with_same_bits
 from assisted.fast.graphs import Graphs
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
@@ -46,6 +47,7 @@ GB = 10**9
 ALONE = ("memory", "offload")
 """Sections that need a process for every item: what an item before left on the device would be counted."""
 PROMPT = 160  # tokens
+TEMPERATURE = 0.8  # where tokens are sampled
 VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
 MODES = {"eager": "eager", "captured": "auto"}  # how forward passes run, and the `fast=` for it
 HYBRID = "hybrid in float32"
@@ -309,11 +311,20 @@ def passes(target: PreTrainedModel, ids: torch.Tensor, count: int) -> dict[str, 
 
 
 @torch.inference_mode()
-def rate(model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, count: int, bare: bool = False) -> float:
+def rate(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    columns: int,
+    mode: str,
+    count: int,
+    bare: bool = False,
+    bits: bool = False,
+) -> float:
     """Forward passes per second over some positions after a prompt; their keys and values are not kept."""
-    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode])
+    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode], bits)
     cache = SlotCache(1, ids.shape[1] + 64)
-    prepared = prepare(model, settings, drafter.fused if bare else fused)
+    prepared = prepare(model, settings, drafter.fused if bare else None)
+    prepared = with_same_bits(prepared) if bits else prepared
     runner = holder.serve(CachedModel(prepared, cache, drafter.masks), model, settings)
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
@@ -362,9 +373,12 @@ def quantized_of(how: str, device: torch.device, sizes: Sizes) -> dict[str, Any]
     return race(target, tokenizer, found, device, sizes, f"{sizes.batched} in {how}", compiled=False)
 
 
-def saved(name: str, device: torch.device, folder: Path) -> Any:
-    """Write a target into a folder; its tokenizer."""
+def saved(name: str, device: torch.device, folder: Path, long: bool = False) -> Any:
+    """Write a target into a folder; its tokenizer. long: one that reads more tokens than it was trained on."""
     target, tokenizer = load_target(name, torch.bfloat16, device)
+    if long:
+        target.config.max_position_embeddings = long_contexts.POSITIONS
+        target.config.rope_parameters = dict(long_contexts.YARN)
     save(target, folder, tokenizer) if name.startswith("grown:") else target.save_pretrained(folder)
     del target
     tidy()
@@ -399,11 +413,15 @@ def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[
     """Bytes: planned, in use on the card after the calls, and torch's peaks. The card has to be otherwise empty."""
     dtype, rows = getattr(torch, load.get("dtype", "bfloat16")), load.get("rows", 1)
     keywords = {name: load[name] for name in ("draft", "fast") if name in load}
-    with tempfile.TemporaryDirectory() as folder:
-        saved(sizes.batched, device, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as beside:
+        saved(sizes.batched, device, Path(folder), long=True)
+        if keywords.get("draft") == "zoo:draft":  # one that reads as many tokens as the target
+            keywords["draft"] = beside
+            long_contexts.long_model("draft", dtype=torch.bfloat16).save_pretrained(beside)
+            find_tokenizer(zoo.folder("draft")).save_pretrained(beside)
         counted = plan(
             folder,
-            load.get("draft"),
+            keywords.get("draft"),
             device=device.type,
             context=load["context"],
             rows=rows,
@@ -514,9 +532,104 @@ def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, An
     }
 
 
+# -- to the bit -------------------------------------------------------------------------------------------------------------
+
+OF_BITS = (
+    *("zoo:draft", "suffix", "zoo:eagle3", "zoo:medusa", "self:int8", "early-exit:8", "layer-skip", "recycle"),
+    *("zoo:draft-other-tokenizer", "draft-tree:zoo:draft", "merged trees"),
+)
+PLAIN_AND_DRAWN: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperature": TEMPERATURE, "top_p": 0.95})
+
+
+def bits(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """`exact="bits"`: hashes of tokens and logits under every draft, and what it costs."""
+    for name, dtype in sizes.targets.items():
+        if name != "zoo:target" or sizes is TINY:
+            yield f"{name}, cost", partial(cost_of_bits, name, dtype, device, sizes)
+    for kind in ("bfloat16", "float32", "float16", "nf4") if device.type == "cuda" else ("float32",):
+        yield f"{kind}, texts", partial(bits_of, kind, device, sizes)
+
+
+@torch.inference_mode()
+def bits_of(kind: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Whether all drafts and lengths give the bytes of `assisted=False`, greedy and sampled, in a batch and alone."""
+    folder = zoo.folder("target")
+    if kind == "nf4":
+        target: Any = quantized(folder, kind, device)
+    else:
+        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, kind)).to(device)
+    tokenizer = find_tokenizer(folder)
+    new = min(40, sizes.new_tokens)
+    short, long = (one.ids for one in prompts_of(tokenizer, 2, device))
+    ids = torch.cat([short, long])
+    mask = torch.ones_like(ids)
+    ids[0, :90], mask[0, :90] = pad_token(tokenizer), 0
+    call = {"max_new_tokens": new, "min_new_tokens": new, "return_dict_in_generate": True, "output_logits": True}
+
+    def made(pair: Any, rows: slice, **options: Any) -> tuple[str, torch.Tensor]:
+        torch.manual_seed(0)
+        first = int((1 - mask[rows]).sum(1).min())
+        given = {"attention_mask": mask[rows, first:], "pad_token_id": pad_token(tokenizer)}
+        found = pair.generate(ids[rows, first:], **given, **({"do_sample": False} | call | options))
+        tokens, logits = found.sequences[:, -new:].cpu(), torch.stack(found.logits, 1).float().cpu()
+        return hashlib.sha256(tokens.numpy().tobytes() + logits.numpy().tobytes()).hexdigest()[:16], logits
+
+    rows = []
+    for name in OF_BITS if kind in FULL and sizes is not TINY else OF_BITS[:4]:
+        spec = DRAFTS[name][0]
+        pair = AssistedModelForCausalLM.from_models(target, spec, 4, tokenizer, exact="bits")
+        for options in PLAIN_AND_DRAWN:
+            plain, logits = made(pair, slice(None), assisted=False, **options)
+            hashes = [made(pair, slice(None), draft_length=length, **options)[0] for length in (1, 4, "adaptive")]
+            row = {"draft": name, "sampled": bool(options), "plain": plain, "same": f"{hashes.count(plain)} of 3"}
+            if not options:
+                alone = [made(pair, slice(place, place + 1))[1][0] for place in range(2)]
+                row["rows alone"] = f"{sum(map(torch.equal, alone, logits))} of 2"
+            graphs = {
+                "captured": pair.graphs.captured,
+                "eager because": pair.graphs.reason or pair.graphs.obstacle or "",
+            }
+            rows.append(row | {"tokens per forward pass": pair.totals.tokens_per_pass} | graphs)
+    different = [row for row in rows if row["same"] != "3 of 3" or row.get("rows alone", "2 of 2") != "2 of 2"]
+    if different or len({(row["sampled"], row["plain"]) for row in rows}) > 2:
+        raise AssertionError(f"other bits: {different or rows}")
+    return {"rows": rows}
+
+
+@torch.inference_mode()
+def cost_of_bits(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Milliseconds of captured forward passes, and of a token, in the ordinary mode and to the bit."""
+    target, tokenizer = load_target(name, dtype, device)
+    prompts = prompts_of(tokenizer, min(2, sizes.prompts), device)
+    rows = {exact: {"mode": "bits" if exact else "ordinary"} for exact in (False, True)}
+    for columns in (1, VERIFIED, 16) if device.type == "cuda" else ():
+        for exact, row in rows.items():
+            each = [rate(target, prompts[0].ids, columns, "captured", sizes.passes, bits=exact) for _ in range(3)]
+            row[f"over {columns}, ms"] = 1e3 / median(each)
+    call = Rules(sizes.new_tokens).call(pad_token(tokenizer))
+    for spec, length in (("zoo:draft", 4), ("suffix", "adaptive")):
+        pairs = {
+            exact: AssistedModelForCausalLM.from_models(
+                target, spec, length, tokenizer, exact="bits" if exact else None
+            )
+            for exact in rows
+        }
+        seconds: dict[bool, list[float]] = {exact: [] for exact in rows}
+        for _ in range(1 + sizes.repeats):
+            for exact, pair in pairs.items():
+                started = now(device)
+                for one in prompts:
+                    pair.generate(one.ids, attention_mask=torch.ones_like(one.ids), **call)
+                seconds[exact].append((now(device) - started) / len(prompts) / sizes.new_tokens)
+        for exact, row in rows.items():
+            row[f"{spec}, {length}: ms a token"] = 1e3 * median(seconds[exact][1:])
+            row[f"{spec}, {length}: tokens a pass"] = pairs[exact].totals.tokens_per_pass
+    return {"rows": list(rows.values())}
+
+
 # -- sampling ---------------------------------------------------------------------------------------------------------------
 
-SAMPLES, ROWS, TEMPERATURE = 4096, 256, 0.8
+SAMPLES, ROWS = 4096, 256
 FIRST, SECOND = 12, 6  # tokens told apart, most probable ones; the others are one class
 
 
@@ -589,4 +702,5 @@ SECTIONS: dict[str, Callable[[torch.device, Sizes], Iterator[tuple[str, Measure]
     "contexts": contexts,
     "quantized": quantized_targets,
     "sampled": sampled,
+    "bits": bits,
 }

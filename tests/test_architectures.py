@@ -10,7 +10,9 @@ from architectures import ARCHITECTURES, RECURRENT, REFUSED, Architecture, agree
 from covering import cases
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from assisted.engine.libraries import DummyLayer
 
 ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
 PAST, NEW = 20, 4  # beyond every window

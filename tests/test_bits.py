@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.distribution import Draws
-from assisted.fast import native
+from assisted.fast import fixed_width, native
+from assisted.fast.fixed_width import FixedColumns
 from assisted.fast.low_bit import LowBitLinear
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
@@ -50,7 +52,7 @@ def sha(pair: Any, prompts: Any, **options: Any) -> tuple[str, str]:
     call = {"max_new_tokens": 40, "return_dict_in_generate": True, "output_logits": True, "do_sample": False} | options
     made = pair.generate(**prompts, **call)
     logits = torch.stack(made.logits).float()
-    return tuple(hashlib.sha256(t.numpy().tobytes()).hexdigest() for t in (made.sequences, logits))
+    return tuple(hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for t in (made.sequences, logits))
 
 
 _UNDRAFTED: dict[Any, tuple[str, str]] = {}
@@ -155,20 +157,113 @@ def test_ordinary_passes_do_have_other_bits(prompts: Any, monkeypatch: pytest.Mo
         pair.generate(**prompts, max_new_tokens=4)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where passes are of a fixed width."""
+    if request.param == "cpu":
+        monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
+        monkeypatch.setattr(native, "is_available", lambda *dtype: False)
+    return str(request.param)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_fixed_widths_keep_the_bits(draft: str, device: str, prompts: Any) -> None:
+    """What the tests above show of layers in C, where there are none: every draft in one of three dtypes."""
+    turn = list(DRAFTS).index(draft)
+    dtype, name, length = DTYPES[turn % 3], DRAFTS[draft], (3, "adaptive", 1)[turn // 3 % 3]
+    if device == "cuda" and draft == "self:int4":
+        name = "self:nf4"
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    pair = AssistedModelForCausalLM.from_models(target, draft=name, tokenizer=tokenizer, exact="bits")
+    given = prompts.to(device)
+    for options in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.95}):
+        plain = sha(pair, given, assisted=False, **options)
+        # in two calls, so that a GPU has captured passes and runs them in the second one
+        assert all(sha(pair, given, draft_length=length, **options) == plain for _ in range(2))
+        assert pair.report.drafted > 0 or length == "adaptive"
+    assert pair.report.passes == ("fixed widths" if device == "cpu" else "CUDA graphs")
+    if device == "cuda":
+        assert pair.graphs.captured and pair.graphs.reason is None
+
+
+def test_rows_have_the_bits_that_they_have_alone_in_fixed_widths(device: str, prompts: Any) -> None:
+    """Also without padding, and with more columns than one part has."""
+    target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16).to(device)
+    pair = AssistedModelForCausalLM.from_models(target, draft="suffix", exact="bits", draft_length=7)
+    call = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    ids = torch.randint(5, 300, (3, 40), generator=torch.Generator().manual_seed(0)).to(device)
+    padded = prompts.to(device)
+    for batch, mask in ((ids, torch.ones_like(ids)), (padded["input_ids"], padded["attention_mask"])):
+        both = pair.generate(batch, attention_mask=mask, **call)
+        assert pair.report.drafted > 0
+        for row, (shown, text) in enumerate(zip(mask.bool(), batch, strict=True)):
+            one = pair.generate(text[shown][None], **call)
+            for ours, alone in zip(both.logits, one.logits, strict=False):
+                assert torch.equal(ours[row], alone[0])
+
+
+def test_attention_that_depends_on_other_columns_is_found(monkeypatch: pytest.MonkeyPatch, prompts: Any) -> None:
+    monkeypatch.setattr(native, "is_available", lambda *dtype: False)
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
+    attend = FixedColumns.attend
+
+    def wrong(self: FixedColumns, *args: Any) -> torch.Tensor:
+        return attend(self, *args) * (1 + 2**-7 * (self.count > 1))
+
+    monkeypatch.setattr(FixedColumns, "attend", wrong)
+    pair = AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits")
+    with pytest.raises(ValueError, match="differ from those of each"):
+        pair.generate(**prompts, max_new_tokens=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "of_keys", "size", "longest"), [(8, 2, 32, 700), (4, 4, 80, 40), (6, 2, 64, 1300)])
+def test_the_kernel_reads_its_list(dtype: torch.dtype, heads: int, of_keys: int, size: int, longest: int) -> None:
+    from assisted.fast.attention_triton import attend
+
+    torch.manual_seed(0)
+    query = torch.randn(1, 16, heads, size, dtype=dtype, device="cuda").transpose(1, 2)[0]
+    keys, values = (torch.randn(2, of_keys, longest + 50, size, dtype=dtype, device="cuda") for _ in range(2))
+    rows = torch.tensor([0, 1, 0, 1, 1], device="cuda")
+    counts = torch.tensor([longest, 1, longest - 3, longest // 2, 17], dtype=torch.int32, device="cuda")
+    lists = torch.stack([torch.randperm(longest) for _ in range(5)]).int().cuda()
+    made, alone = torch.zeros_like(query), torch.zeros_like(query)
+    attend(made, query, keys, values, rows, lists, counts, size**-0.5)
+    attend(alone, query[:, 2:], keys, values, rows[2:3], lists[2:3], counts[2:3], size**-0.5)
+    assert torch.equal(alone[:, 0], made[:, 2])
+    for column, count in enumerate(counts.tolist()):
+        seen = lists[column, :count].long()
+        states = (store[rows[column], :, seen][None].float() for store in (keys, values))
+        asked = query[None, :, column : column + 1].float()
+        right = torch.nn.functional.scaled_dot_product_attention(asked, *states, enable_gqa=True)[0, :, 0]
+        torch.testing.assert_close(
+            made[:, column].float(), right, atol=2e-2 if dtype != torch.float32 else 1e-5, rtol=0
+        )
+
+
 def test_what_cannot_be_exact_to_the_bit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     other = GPT2LMHeadModel(GPT2Config(**small)).to(torch.bfloat16)
     ids = torch.arange(5)[None]
-    with pytest.raises(ValueError, match="exact: 'bits' needs layers that run in C"):
+    with pytest.raises(ValueError, match=r"exact: .bits. is not possible here.*not of the Llama family"):
         AssistedModelForCausalLM.from_models(other, draft="suffix", exact="bits").generate(ids, max_new_tokens=4)
     with pytest.raises(ValueError, match="exact: 'digits' is not known"):
         AssistedModelForCausalLM.from_models(other, draft="suffix", exact="digits")
     with pytest.raises(ValueError, match="needs fast='auto', and fast is 'compile'"):
         AssistedModelForCausalLM.from_models(other, draft="suffix", exact="bits", fast="compile")
-    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
-    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="no C compiler was found"):
+    monkeypatch.setattr(fixed_width, "why_not", lambda device: "Triton is not here")
+    model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.float16)
+    with pytest.raises(ValueError, match="Triton is not here"):
         AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits").generate(ids, max_new_tokens=4)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "assisted.fast.attention_triton", None)
+    assert "Triton computes its attention" in str(fixed_width.why_not(torch.device("cuda")))
+    assert fixed_width.why_not(torch.device("cpu")) is None
 
 
 def test_draws_follow_the_distribution_and_depend_on_the_position_alone() -> None:

@@ -36,7 +36,8 @@ def by_groups(
     """
     taps, rows = list(taps), sorted(cache.running)
     cache.alike = alike
-    apart = apart and not cache.layers and cache.visible is not None and cache.visible.shape[1] <= width
+    hidden = 0 if cache.visible is None else cache.visible.shape[1]
+    apart = apart and not cache.layers and hidden <= width
     parts: list[Group] = groups(cache.visible, rows, device, alike) if apart else [(rows, 0)]
     if parts == [(cache.order, 0)]:
         return read(rows, 0)
@@ -63,13 +64,14 @@ def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.devi
     visible: [B, n] bool, False at padding; None without padding. alike: each row by itself, without any padding before its
     first token. Padding after it is read.
     """
-    if visible is None or len(rows) == 1:
-        return [(list(rows), 0 if visible is None else _first(visible, rows)[0])]
-    if alike:  # rows of equal length may lie apart, where layers in C cannot read them at once
-        return [([row], first) for row, first in zip(rows, _first(visible, rows), strict=True)]
+    starts = [0] * len(rows) if visible is None else _first(visible, rows)
+    if alike or len(rows) == 1:
+        return [([row], first) for row, first in zip(rows, starts, strict=True)]
+    if visible is None:
+        return [(list(rows), 0)]
     price = _PRICE_CPU if device.type == "cpu" else _PRICE
     width = visible.shape[1]
-    ordered = sorted(zip(_first(visible, rows), rows, strict=True), reverse=True)  # the shortest row first
+    ordered = sorted(zip(starts, rows, strict=True), reverse=True)  # the shortest row first
     # for the first i rows: the least work, and the start of their last group
     best: list[tuple[int, int]] = [(0, 0)]
     for end in range(1, len(ordered) + 1):

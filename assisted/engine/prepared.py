@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..drafts import DraftingStopped
-from .libraries import let_compiler_patch
+from .libraries import CACHE, let_compiler_patch, rotary_angles
 from .needs import Needs
 from .parts import Inject, Tap, tapped, unwrapped
 from .ranks import ALONE, Ranks
@@ -31,6 +31,7 @@ class CallSettings:
         over: the call has returned, so the next one may use the captured forward passes.
         outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
+        before_capture: forward passes so far that ran eagerly because the next ones of their kind are captured.
         ranks: the processes that must decide alike, because each holds a part of the weights.
         warnings: what has failed in this call and only cost speed, for `report.warnings`.
         read: the target's `fast.sources.Weights`, if the call has just read them, until they are used.
@@ -41,6 +42,7 @@ class CallSettings:
     over: bool = False
     outlives: bool = False
     spent_once: float = 0.0
+    before_capture: int = 0
     ranks: Ranks = ALONE
     warnings: list[str] = field(default_factory=list)
     read: Any = None
@@ -85,6 +87,19 @@ def one_by_one(layers: Iterable[nn.Module], hidden_states: torch.Tensor, **given
     return hidden_states
 
 
+def through_all(
+    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+) -> torch.Tensor:
+    """The logits of columns, [R, n, V], through layers, norm and head. hidden: [R, n, D]. positions: [R or 1, n]. mask: as for
+    sdpa. cache: slots, with the columns placed."""
+    base = prepared.module.base_model
+    angles = rotary_angles(base.rotary_emb, hidden, positions)
+    given = {"position_ids": positions, "position_embeddings": angles, CACHE: cache}
+    made = prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
+    logits: torch.Tensor = prepared.module.lm_head(base.norm(made))
+    return logits
+
+
 @dataclass(frozen=True)
 class PreparedModule:
     """A module as it is run: unchanged, or in the form that `fast.fused` builds.
@@ -104,6 +119,7 @@ class PreparedModule:
         inject: for parts and heads, the module that holds their input states.
         runs: how, for `report.passes`.
         run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
+        run_columns: runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`.
     """
 
     module: Any
@@ -118,6 +134,7 @@ class PreparedModule:
     inject: Inject | None = None
     runs: str = "eager"
     run_layers: Callable[..., torch.Tensor] = one_by_one
+    run_columns: Callable[..., torch.Tensor] = through_all
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from .cache import Paths, SlotCache
 from .host import on_device
-from .libraries import CACHE, rotary_angles
 from .masks import Masks, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, device_of
@@ -220,10 +219,7 @@ class CachedModel(Runner):
         return self.model(**given).logits
 
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        base, mask = self.model.base_model, kwargs.get("attention_mask")
+        mask = kwargs.get("attention_mask")
         mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
-        hidden, positions = base.embed_tokens(ids.to(self.device)), kwargs["position_ids"]
-        angles = rotary_angles(base.rotary_emb, hidden, positions)
-        given = {"position_ids": positions, "position_embeddings": angles, CACHE: self.cache}
-        made = self.prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
-        return self.model.lm_head(base.norm(made))
+        hidden = self.model.base_model.embed_tokens(ids.to(self.device))
+        return self.prepared.run_columns(self.prepared, hidden, kwargs["position_ids"], mask, self.cache)

@@ -36,8 +36,9 @@ from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import delta, native, regional
+from . import delta, fixed_width, native, regional
 from .delta import NativeMixer
+from .fixed_width import FixedColumns
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
 from .regional import CompiledLayer, CompiledPass, Form, Takeover
@@ -51,23 +52,26 @@ _TABLE = 2**13  # positions with tabulated angles
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
 
 
-def fused(model: PreTrainedModel, trusted: Trust | None = None, read: Weights | None = None) -> PreparedModule:
+def fused(
+    model: PreTrainedModel, trusted: Trust | None = None, read: Weights | None = None, bits: bool = False
+) -> PreparedModule:
     """The same model with fewer operations if its family is known, or with faster products if it has wide ones; else unchanged.
 
     trusted: whose code it runs, if that is known already. Only transformers' own code is replaced.
     read: weights whose checksums this call has just computed.
+    bits: the layers of a known family are fused in every dtype, for `require_bits`.
 
     Its logits differ from the model's only by rounding, as those of forward passes of different widths do. Copies are kept
     between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.
     """
     trusted = trust(model) if trusted is None else trusted
-    fusion = _fusion(model, trusted, read)
+    fusion = _fusion(model, trusted, read, bits)
     if fusion is None:
         return PreparedModule(model, low_bit_bytes=_low_bit_bytes(model))
     source, children = _MADE.get(fusion.key, (None, None))
     if source is None or not source.same(fusion.source):
         made = fusion.make()
-        fusion = _fusion(model, trusted, read) or fusion  # joined low-bit weights are other tensors now
+        fusion = _fusion(model, trusted, read, bits) or fusion  # joined low-bit weights are other tensors now
         agree_on = _agree_in_rounds if fusion.is_family else _agree_at_once
         children = made if agree_on(model, fusion.prepared(model, made)) else None
         _MADE[fusion.key] = fusion.source, children
@@ -87,7 +91,7 @@ def prepare(
     began = time.perf_counter()
     trusted = settings.trust_in(model)
     if settings.fuses and trusted.is_own:
-        fuse = fuse or functools.partial(fused, read=settings.read)
+        fuse = fuse or functools.partial(fused, read=settings.read, bits=settings.bits)
         made = _taken_over(fuse(model, trusted), model, settings)
     else:
         made = PreparedModule(model, is_own=trusted.is_own)
@@ -144,23 +148,30 @@ def _with_layers(made: PreparedModule, layers: nn.ModuleList) -> PreparedModule:
     return replace(made, module=with_children(made.module, {("model", "layers"): layers}), runs="compiled layers")
 
 
-def require_bits(prepared: PreparedModule) -> None:
-    """Raise ValueError unless a column of a forward pass has the same bits whatever else the pass computes. Tried once for each
-    form of a model."""
-    layers = getattr(getattr(prepared.module, "model", None), "layers", ())
-    if not layers or not all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers):
-        dtype = prepared.module.dtype if prepared.module.dtype in native.DTYPES else torch.bfloat16
-        reason = (
-            native.loaded(dtype)[1]
-            or "the model is not of the Llama family in bfloat16 or float32, with layers of fitting sizes, on a CPU"
-        )
-        raise ValueError(f"exact: 'bits' needs layers that run in C, see the page \"How a pass is run\"; {reason}")
+def with_same_bits(prepared: PreparedModule) -> PreparedModule:
+    """The same model, with passes in which a column has the same bits whatever else they compute: of layers in C, or else of a
+    fixed width. Tried once for each form of a model.
+
+    prepared: of `fused` with `bits`. Raises ValueError if that is not possible.
+    """
+    layers: Any = getattr(getattr(prepared.module, "model", None), "layers", ())
+    known = prepared.through_parts and all(isinstance(own, FusedLayer) and own.whole_mlp is None for own in layers)
+    reason = (
+        fixed_width.why_not(prepared.module.device)
+        if known
+        else "the model is not of the Llama family, or its layers are not as transformers has them"
+    )
+    if reason is not None:
+        raise ValueError(f"exact: 'bits' is not possible here, see the page \"Numbers in half precision\"; {reason}")
+    if not all(own.native is not None for own in layers):
+        prepared = fixed_width.of_fixed_width(prepared)
     if layers not in _SAME_BITS:
         _SAME_BITS[layers] = _has_same_bits(prepared)
     if not _SAME_BITS[layers]:
         raise ValueError(
             "exact: 'bits' is not possible here, because the logits of several columns differ from those of each"
         )
+    return prepared
 
 
 @torch.no_grad()
@@ -257,8 +268,8 @@ class _Fusion:
 _MADE: weakref.WeakKeyDictionary[nn.Module, tuple[Source, _Children | None]] = weakref.WeakKeyDictionary()
 
 
-def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None) -> _Fusion | None:
-    """How this model can be run faster; None if it can't, or if other code has changed its modules."""
+def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: bool = False) -> _Fusion | None:
+    """How this model can be run faster; None if it can't, or if other code has changed its modules. bits: see `fused`."""
     if (
         Traits.of(model).crosses
         or not trusted.is_own
@@ -267,10 +278,10 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None) -> _Fu
         or torch.is_autocast_enabled(model.device.type)
     ):
         return None
-    # packed products in half precision round differently, as other widths do; accepted only where they are faster
-    if model.dtype != torch.float32 and not (
-        model.dtype == torch.bfloat16 and packs(model.dtype) and model.device.type == "cpu"
-    ):
+    # on a CPU, products of half precision round differently, as other widths do; accepted only where they are faster
+    kind = model.device.type
+    is_fast = kind == "cuda" or (kind == "cpu" and model.dtype == torch.bfloat16 and packs(model.dtype))
+    if not (bits or model.dtype == torch.float32 or is_fast):
         return None
     layers = _layers(model)
     if layers is not None:
@@ -732,7 +743,11 @@ class FusedLayer(FusedMLP):
         beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)
         turned = _plus_product(turning * cos, beside, sin).transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
-        if (cache := kwargs.get(CACHE)) is not None:
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, FixedColumns):
+            seen = cache.attend(self.index, query, key, value, self.scaling)
+            return hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
+        if cache is not None:
             key, value = cache.update(key, value, self.index)
         if last_only and self.is_last:
             query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
@@ -1148,17 +1163,24 @@ def _low_bit_bytes(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _has_same_bits(prepared: PreparedModule) -> bool:
-    """Whether the columns of a pass over a batch equal those of passes over single ones."""
+    """Whether the columns of a pass over a batch equal those of passes over single ones, wherever they lie in it."""
     ids, masks = few_ids(prepared.module, 12), Traits.of(prepared.module).masks
-    runs = [CachedModel(prepared, SlotCache(rows, 16), masks) for rows in (1, 2)]
-    for run in runs:
-        run.prefill(ids[:, :5].repeat(run.cache.rows, 1), None)
-    whole = runs[1](torch.cat([ids[:, 5:], ids[:, 5:].flip(1)]))[:1]
-    single = []
-    for column in ids[:, 5:].split(1, 1):
-        single.append(runs[0](column))
-        runs[0].commit([1])
-    return torch.equal(whole, torch.cat(single, 1))
+    texts = [ids[:, 5:], ids[:, 5:].flip(1)] * 2
+
+    def started(rows: int) -> CachedModel:
+        run = CachedModel(prepared, SlotCache(rows, 16), masks)
+        run.settings = CallSettings(bits=True)
+        run.prefill(ids[:, :5].repeat(rows, 1), None)
+        return run
+
+    def alone(text: torch.Tensor) -> torch.Tensor:
+        run, made = started(1), []
+        for column in text.split(1, 1):
+            made.append(run(column))
+            run.commit([1])
+        return torch.cat(made, 1)
+
+    return torch.equal(started(4)(torch.cat(texts)), torch.cat([*map(alone, texts[:2])] * 2))
 
 
 @torch.no_grad()

@@ -126,7 +126,11 @@ class Graphs(Passes):
         captures, cache, width = self._captures, runner.cache, ids.shape[1]
         assert captures is not None
         shape = captures.shape(runner, width, draft is not None and draft.parents is not None)
-        if shape is None or not captures.is_expected(shape):
+        if shape is None:
+            return None
+        if not captures.is_expected(shape):
+            if self._settings is not None:
+                self._settings.before_capture += 1
             return None
         started = time.perf_counter()
         inject = runner.prepared.inject
@@ -163,7 +167,7 @@ class Graphs(Passes):
         difference = apart(logits[cache.running], expected[cache.running])
         self._spend(time.perf_counter() - started - (done - replayed))
         rounded = torch.bfloat16 if runner.prepared.low_bit_bytes else logits.dtype
-        if difference <= rounding_of(rounded):
+        if difference <= (0 if runner.settings.bits else rounding_of(rounded)):
             captures.trust(shape, by_eager)
             return self._counted(logits)
         if known:  # the model has changed since the capture

@@ -178,7 +178,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 the same tokens in float32. See the page "How a forward pass is run".
             exact: None (default): drafts change text in half precision only where rounding decides. "bits": they change no bit
                 of tokens and logits, and sampled text equals the text of the same seed without drafts. For models of the Llama
-                family in float32 or bfloat16 or with packed weights, on processors with AVX2 or AVX512.
+                family, on CPUs and CUDA devices.
             sessions: a `SessionPool`, in which prompts find what earlier calls have read of the same beginning. By default,
                 every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub

@@ -260,11 +260,22 @@ def rows_table(items: Found) -> Iterator[str]:
 
 
 def bits_table(items: Found) -> Iterator[str]:
-    """What it costs, then the hashes."""
-    for end in ("cost", "texts"):
-        if some := {item: one for item, one in items.items() if item.endswith(end)}:
-            yield ""
-            yield from rows_table(some)
+    """What it costs; then, over all drafts and lengths, how many have the bytes of the text without drafts."""
+    if costs := {item: one for item, one in items.items() if item.endswith("cost")}:
+        yield from [*rows_table(costs), ""]
+    rows = []
+    for item, one in items.items():
+        for sampled in (False, True):
+            found = [row for row in one["rows"] if row.get("sampled") is sampled]
+            counts = [[int(n) for n in row["same"].split(" of ")] for row in found]
+            alone = [[int(n) for n in row.get("rows alone", "0 of 0").split(" of ")] for row in found]
+            if found:
+                same, rows_alone = (" of ".join(str(sum(n)) for n in zip(*each, strict=True)) for each in (counts, alone))
+                kind = "sampled" if sampled else "greedy"
+                hashes = sorted({row["plain"] for row in found})
+                rows.append([item, kind, len(found), same, "" if sampled else rows_alone, ", ".join(hashes)])
+    columns = ["", "tokens", "drafts", "the bytes of no draft", "rows with the bytes that they have alone", "hash"]
+    yield from table(columns, rows) if rows else ()
 
 
 TITLES = {

@@ -284,6 +284,8 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: 
     if not (bits or model.dtype == torch.float32 or is_fast):
         return None
     layers = _layers(model)
+    if layers is not None and kind == "cuda" and model.dtype != torch.float32 and _is_hybrid(layers):
+        return None
     if layers is not None:
         base: Any = model.get_submodule(".".join(_path(model)))
         norms = [] if is_touched(base.norm) else [base.norm]
@@ -342,8 +344,12 @@ def _low_bit_weights(modules: list[LowBitLinear]) -> Weights:
     return Weights(tuple(tensor for m in modules for tensor in (m.packed, m.scales)), (addresses, *copied))
 
 
+def _is_hybrid(layers: Iterable[nn.Module]) -> bool:
+    return any("linear_attn" in layer._modules for layer in layers)
+
+
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
-    is_hybrid = any("linear_attn" in layer._modules for layer in layers)
+    is_hybrid = _is_hybrid(layers)
     if is_hybrid and copied and is_float(model.lm_head) and delta.loaded()[0] is not None:
         head = Called(delta.FloatProduct([model.lm_head]))
     else:

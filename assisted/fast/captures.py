@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from ..engine.cache import Paths, SlotCache
+from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.passes import Inputs, Passes, Runner
 from ..engine.shapes import WIDTHS, columns_for, rows_for, slots_for
 from . import capture
@@ -132,6 +132,16 @@ class Captures:
         """Replay a captured forward pass and return its outputs."""
         raise NotImplementedError
 
+    def lend(self, layer: SlotLayer, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Let a call that begins read its prompt into the buffers, so that its slots need neither be moved nor exist twice; see
+        `SlotCache.lender`."""
+        cache = layer.slots
+        room = slots_for(min(cache.limit, max(top, _AHEAD - WIDTHS[-1])) + WIDTHS[-1])
+        if self.buffers is None or not self.buffers.fits(cache, room):
+            self.clear()
+            self.buffers = StaticBuffers(cache.rows, room, key_states.device)
+        return self.buffers.lend(layer, key_states, value_states)
+
     def hold(self, cache: SlotCache, top: int) -> StaticBuffers:
         """The buffers that captured passes read, with the call's slots moved there."""
         buffers = self.buffers
@@ -140,7 +150,8 @@ class Captures:
         if buffers is None or not buffers.fits(cache, top):
             self.clear()
             room = max(top, slots_for(min(cache.limit + WIDTHS[-1], _AHEAD)))
-            buffers = self.buffers = StaticBuffers(cache, room)
+            device = next(layer for layer in cache.slot_layers if layer.is_initialized).device
+            buffers = self.buffers = StaticBuffers(cache.rows, room, device)
         buffers.take(cache)
         return buffers
 

@@ -115,6 +115,8 @@ class Graphs(Passes):
         self._captures.begin_call()
         self.runs = kind.runs
         runner.passes = self
+        if self.reason is None:
+            runner.cache.lender = self._captures.lend
         return runner
 
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:

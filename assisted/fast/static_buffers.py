@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -19,74 +18,96 @@ from ..engine.shapes import WIDTHS
 
 
 class StaticBuffers:
-    """Slots, and tensors for the inputs that change between forward passes. Captured passes refer to them by address.
+    """Slots, and tensors for the inputs that change between forward passes. Captured passes refer to them by address. Layers
+    are added as calls bring them.
 
     Args:
-        cache: a model for the layers; its number of rows is the maximum here.
+        rows: maximum number of rows.
         capacity: slots of a row.
+        device: of all layers.
     """
 
-    def __init__(self, cache: SlotCache, capacity: int):
-        self.rows, self.capacity = cache.rows, capacity
-        self.slots = SlotCache(self.rows, capacity)
+    def __init__(self, rows: int, capacity: int, device: torch.device):
+        self.rows, self.capacity, self.device = rows, capacity, device
+        self.slots = SlotCache(rows, capacity)
         self.slots.capacity = capacity
-        self.slots.lengths = [1] * self.rows  # arbitrary: a captured pass that reads them fails the comparison
+        self.slots.lengths = [1] * rows  # arbitrary: a captured pass that reads them fails the comparison
         with torch.inference_mode(False):
-            self.slots.layers = [self._like(layer) for layer in cache.layers]
-            self.device = next(layer for layer in self.slots.slot_layers if layer.is_initialized).device
 
             def numbers(*shape: int) -> torch.Tensor:
-                return torch.zeros(shape, dtype=torch.int64, device=self.device)
+                return torch.zeros(shape, dtype=torch.int64, device=device)
 
-            self.ids, self.parents = numbers(self.rows, WIDTHS[-1]), numbers(self.rows, WIDTHS[-1]) - 1
-            self.numbers = numbers(self.rows, 3)  # by storage index: valid slots, position of column 0, row
-            self.visible = torch.ones(self.rows, capacity, dtype=torch.bool, device=self.device)
-            self.path = numbers(self.rows, WIDTHS[-1])  # for a tree, the columns to keep, in order
-        self._lent: list[torch.Tensor | None] = [None] * len(cache.layers)  # the keys of the call that uses the slots
+            self.ids, self.parents = numbers(rows, WIDTHS[-1]), numbers(rows, WIDTHS[-1]) - 1
+            self.numbers = numbers(rows, 3)  # by storage index: valid slots, position of column 0, row
+            self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+            self.path = numbers(rows, WIDTHS[-1])  # for a tree, the columns to keep, in order
+        self._lent: dict[int, torch.Tensor] = {}  # by layer: the keys of the call that uses the slots
         self._lent_to: weakref.ref[SlotCache] | None = None
         self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], for parts that start from hidden states
         self.shown: tuple[int, ...] | None = None  # the order of rows for which `visible` is filled
 
     def fits(self, cache: SlotCache, top: int) -> bool:
         """Whether a call's slots fit here."""
-        same = len(cache.layers) == len(self.slots.layers) and all(
-            isinstance(layer, SlotLayer) and _shape(layer) == _shape(own)
-            for layer, own in zip(cache.layers, self.slots.slot_layers, strict=True)
+        both = zip(cache.layers, self.slots.layers, strict=False)
+        same = all(isinstance(layer, SlotLayer) for layer in cache.layers) and all(
+            not layer.is_initialized or not own.is_initialized or _shape(layer) == _shape(own) for layer, own in both
         )
         return same and cache.rows <= self.rows and top <= self.capacity
 
     def holds(self, cache: SlotCache, top: int) -> bool:
         """Whether a call's slots are already these."""
         return top <= self.capacity and all(
-            lent is (layer.keys if layer.is_initialized else None)
-            for layer, lent in zip(cache.slot_layers, self._lent, strict=True)
+            self._lent.get(place) is (layer.keys if layer.is_initialized else None)
+            for place, layer in enumerate(cache.layers)
         )
+
+    def lend(self, layer: SlotLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Give those here to a layer that has no slots yet. key_states, value_states: [any, H, any, D], of the right dtype.
+        False if they are of another shape."""
+        cache = layer.slots
+        place = next(place for place, one in enumerate(cache.layers) if one is layer)
+        own = self._layer(place, key_states, value_states)
+        like = tuple((one.dtype, one.device, one.shape[1], one.shape[3]) for one in (key_states, value_states))
+        if like != _shape(own):
+            return False
+        if self._lent_to is None or self._lent_to() is not cache:
+            self._begin(cache)
+        layer.dtype, layer.device, layer.is_initialized = own.dtype, own.device, True
+        layer.keys, layer.values = (store[: cache.rows].zero_() for store in (own.keys, own.values))
+        self._lent[place] = layer.keys
+        return True
 
     def take(self, cache: SlotCache) -> None:
         """Move a call's slots here. Values of earlier calls are set to zero, because they may be NaN."""
-        self._leave()
+        self._begin(cache)
         held = max(cache.lengths)
-        self._lent_to = weakref.ref(cache)
-        self._lent = [None] * len(self._lent)
-        for place, (layer, own) in enumerate(zip(cache.slot_layers, self.slots.slot_layers, strict=True)):
+        for place, layer in enumerate(cache.layers):
+            if not isinstance(layer, SlotLayer):
+                raise TypeError(f"a {type(layer).__name__} keeps more than keys and values")
             if not layer.is_initialized:
                 continue
+            own = self._layer(place, layer.keys, layer.values)
             for name in ("keys", "values"):
                 store = getattr(own, name)[: cache.rows]
                 store[:, :, :held] = getattr(layer, name)[:, :, :held]
                 store[:, :, held:] = 0
                 setattr(layer, name, store)
             self._lent[place] = layer.keys
+
+    def _begin(self, cache: SlotCache) -> None:
+        """Use the slots for a call."""
+        self._leave()
+        self._lent_to, self._lent, self.shown = weakref.ref(cache), {}, None
         cache.capacity = self.capacity
-        self.shown = None
 
     def _leave(self) -> None:
         """Give a copy to slots of an earlier call that are still needed: another call is going to overwrite these."""
         cache = None if self._lent_to is None else self._lent_to()
         if cache is None or not cache.outlives:
             return
-        for layer, lent in zip(cache.slot_layers, self._lent, strict=True):
-            if lent is not None and layer.keys is lent:
+        for place, lent in self._lent.items():
+            layer = cache.layers[place]
+            if layer.keys is lent:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
@@ -154,21 +175,14 @@ class StaticBuffers:
                 self.visible[: cache.rows, :hidden] = cache.visible[list(order), :hidden].to(self.device)
             self.shown = order
 
-    def _like(self, layer: Any) -> SlotLayer:
-        if not isinstance(layer, SlotLayer):
-            raise TypeError(f"a {type(layer).__name__} keeps more than keys and values")
-        own = SlotLayer(self.slots)
-        if layer.is_initialized:
-            own.dtype, own.device, own.is_initialized = layer.dtype, layer.device, True
-            own.keys, own.values = (
-                store.new_zeros(self.rows, store.shape[1], self.capacity, store.shape[3])
-                for store in (layer.keys, layer.values)
-            )
+    def _layer(self, place: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SlotLayer:
+        """A layer here, made for such keys and values if there is none."""
+        own: SlotLayer = self.slots.layer(place)
+        if not own.is_initialized:
+            with torch.inference_mode(False):
+                own.lazy_initialization(key_states, value_states)
         return own
 
 
-def _shape(layer: SlotLayer) -> Any:
-    if not layer.is_initialized:
-        return None
-    keys, values = layer.keys, layer.values
-    return keys.dtype, keys.device, keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]
+def _shape(layer: SlotLayer) -> tuple[tuple[torch.dtype, torch.device, int, int], ...]:
+    return tuple((store.dtype, store.device, store.shape[1], store.shape[3]) for store in (layer.keys, layer.values))

@@ -23,7 +23,10 @@ from .shapes import Shapes
 MIB = 2**20
 # Of a CPU measured by benchmarks/plan.py, of a GPU by benchmarks/gpu.py on an H100.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 768 * MIB}  # code and workspaces that a first call loads
-_FAST = {"cpu": 42 * MIB, "cuda": 64 * MIB}  # what the fast path keeps besides copies: tables, kernels, workspaces of captures
+_FAST = {
+    "cpu": 42 * MIB,
+    "cuda": 64 * MIB,
+}  # what the fast path keeps besides copies: tables, kernels, workspaces of captures
 _TAKEN = {"cpu": 0.6, "cuda": 1.0}  # activations of a layer that exist at once
 _MASK = {"cpu": 27, "cuda": 0}  # bytes of the prompt's mask and of what it is made from, for each pair of tokens
 _GRAPHS = 12  # captured shapes of a call; an assumption
@@ -83,10 +86,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     found.append(Part("logits of a pass", 3 * 4 * use.rows * (use.drafted + 1) * words))
     found.append(Part("activations of the prompt", _activations(target, use, dtype), False))
     if use.fast and use.device == "cuda":
-        # the slots that the prompt was read into are copied to those of the captured passes
-        read = use.rows * most_slots(None, use.context + use.drafted) * dtype.itemsize * sum(target.states.per_token)
-        graphs = _GRAPHS * use.rows * WIDTHS[4] * _per_token(target, dtype)
-        found.append(Part("captured passes", graphs + read, False))
+        found.append(Part("captured passes", _GRAPHS * use.rows * WIDTHS[4] * _per_token(target, dtype), False))
     found.append(Part("libraries", _LIBRARIES[use.device] + (_FAST[use.device] if use.fast else 0), False))
     return found
 

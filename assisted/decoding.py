@@ -48,7 +48,6 @@ def decode(
         if not in_lockstep:
             target.run_only(unfinished)
         stopwatch.start()
-        eager = target.settings.before_capture
         room = target.room([text.lengths[row] + earlier for row in unfinished])
         budget = min(length.budget(unfinished), text.room - 1, room - 1)
         asked = drafting.drafting is not None and budget > 0
@@ -59,8 +58,7 @@ def decode(
         target.commit(outcome.kept, outcome.path)
         stopwatch.lap()
         draft_seconds, seconds = stopwatch.laps()
-        eager = target.settings.before_capture - eager
-        round = Round(draft, logits, unfinished, asked, *outcome, draft_seconds, seconds, target.states, eager > 0)
+        round = Round(draft, logits, unfinished, asked, *outcome, draft_seconds, seconds, target.states)
         drafting.observe(round)
         recorder.see(round)
         length.observe(round)

@@ -169,7 +169,6 @@ class Round:
         path: per row the columns of `logits` that its new tokens were chosen from, in order, perhaps followed by more.
             None for chains, where these are the first columns.
         draft_seconds, verify_seconds: time spent drafting, and the rest of the step.
-        before_capture: a forward pass ran eagerly, and later ones of its kind are captured: the seconds predict nothing.
         states: [B, n + 1, D] each, the hidden states that the drafter needs of the target (`Drafter.needs`), by index. Valid
             until the target's next forward pass: read them in `observe`, and copy what you keep.
     """
@@ -186,7 +185,6 @@ class Round:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    before_capture: bool = False
 
     @staticmethod
     def counted(

@@ -138,23 +138,6 @@ def test_fixed_always_goes_on():
     assert length.go_on(1, distribution_of(0.25, 1.0)).tolist() == [True, True]
 
 
-def test_rounds_before_captures_are_no_timings():
-    """An eager pass takes a multiple of the captured ones after it."""
-    goes_on = []
-    for before_capture in (True, False):
-        length = Adaptive().start()
-        for first in (True, False, False, False):
-            drafted = min(length.budget(ONE), 1)
-            if drafted:
-                length.go_on(0, distribution_of(1.0))
-            seconds = (0.5, 0.9) if first else (0.001, 0.01)
-            round = Round.counted([(drafted, drafted, 1 + drafted)], *seconds)
-            length.observe(dataclasses.replace(round, before_capture=first and before_capture))
-        assert length.budget(ONE)
-        goes_on.append(bool(length.go_on(0, distribution_of(1.0))))
-    assert goes_on == [True, False]
-
-
 @pytest.mark.parametrize(("threshold", "goes_on"), [(0.0, [1, 1, 1, 1]), (0.5, [0, 1, 1, 1]), (1.0, [0, 0, 0, 1])])
 def test_confidence_stops_below_its_threshold(threshold, goes_on):
     length = Confidence(threshold, maximum=6).start()

@@ -31,7 +31,6 @@ class CallSettings:
         over: the call has returned, so the next one may use the captured forward passes.
         outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
-        before_capture: forward passes so far that ran eagerly because the next ones of their kind are captured.
         ranks: the processes that must decide alike, because each holds a part of the weights.
         warnings: what has failed in this call and only cost speed, for `report.warnings`.
         read: the target's `fast.sources.Weights`, if the call has just read them, until they are used.
@@ -42,7 +41,6 @@ class CallSettings:
     over: bool = False
     outlives: bool = False
     spent_once: float = 0.0
-    before_capture: int = 0
     ranks: Ranks = ALONE
     warnings: list[str] = field(default_factory=list)
     read: Any = None

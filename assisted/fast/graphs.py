@@ -128,11 +128,7 @@ class Graphs(Passes):
         captures, cache, width = self._captures, runner.cache, ids.shape[1]
         assert captures is not None
         shape = captures.shape(runner, width, draft is not None and draft.parents is not None)
-        if shape is None:
-            return None
-        if not captures.is_expected(shape):
-            if self._settings is not None:
-                self._settings.before_capture += 1
+        if shape is None or not captures.is_expected(shape):
             return None
         started = time.perf_counter()
         inject = runner.prepared.inject

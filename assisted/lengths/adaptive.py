@@ -244,8 +244,7 @@ class _Adaptive(Length):
         known, rows = self.known, round.unfinished
         committed, advance = round.mean(round.kept), self._advance(round)
         drafted = max(round.drafted[row] for row in rows)
-        if not round.before_capture:
-            known.verify.add(1 + drafted, round.verify_seconds)
+        known.verify.add(1 + drafted, round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
         # a positive budget may yield no draft because the text had no room for one
@@ -314,7 +313,7 @@ class _Adaptive(Length):
         if known.asks is None and not asks:
             known.draft = Timings(self.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
-        if not behind and not round.before_capture:
+        if not behind:
             known.draft.add(self._draft_count(), round.draft_seconds)
         if drafted > self.asked_for:
             known.nodes.add(drafted / self.asked_for, keep=KEEP_LOCAL)

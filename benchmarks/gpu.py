@@ -270,7 +270,9 @@ def bits_table(items: Found) -> Iterator[str]:
             counts = [[int(n) for n in row["same"].split(" of ")] for row in found]
             alone = [[int(n) for n in row.get("rows alone", "0 of 0").split(" of ")] for row in found]
             if found:
-                same, rows_alone = (" of ".join(str(sum(n)) for n in zip(*each, strict=True)) for each in (counts, alone))
+                same, rows_alone = (
+                    " of ".join(str(sum(n)) for n in zip(*each, strict=True)) for each in (counts, alone)
+                )
                 kind = "sampled" if sampled else "greedy"
                 hashes = sorted({row["plain"] for row in found})
                 rows.append([item, kind, len(found), same, "" if sampled else rows_alone, ", ".join(hashes)])

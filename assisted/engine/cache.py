@@ -86,8 +86,7 @@ class SlotLayer(UnboundedLayer):
         return start, top
 
     def make_room(self, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        lender = self.slots.lender
-        if lender is not None and not self.is_initialized and lender(self, top, key_states, value_states):
+        if not self.is_initialized and self.slots.lender and self.slots.lender(self, top, key_states, value_states):
             return
         self.slots.reserve(top)
         capacity = self.slots.capacity

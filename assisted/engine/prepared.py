@@ -117,6 +117,7 @@ class PreparedModule:
         inject: for parts and heads, the module that holds their input states.
         runs: how, for `report.passes`.
         run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
+        keeps_bits: a column has the same bits whatever else a forward pass computes.
         run_columns: runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`.
     """
 
@@ -132,6 +133,7 @@ class PreparedModule:
     inject: Inject | None = None
     runs: str = "eager"
     run_layers: Callable[..., torch.Tensor] = one_by_one
+    keeps_bits: bool = False
     run_columns: Callable[..., torch.Tensor] = through_all
 
     def tapped(self, needs: Needs) -> PreparedModule:

@@ -24,7 +24,9 @@ WIDTH = 16
 def of_fixed_width(prepared: PreparedModule) -> PreparedModule:
     """The same model, which reads every number of columns in parts of `WIDTH`. Its layers are `FusedLayer`s."""
     # whatever a drafter needs of the prompt, all of its columns are computed
-    return replace(prepared, last_only=False, run_layers=one_by_one, run_columns=_in_parts, runs="fixed widths")
+    return replace(
+        prepared, last_only=False, run_layers=one_by_one, keeps_bits=True, run_columns=_in_parts, runs="fixed widths"
+    )
 
 
 def why_not(device: torch.device) -> str | None:

@@ -59,7 +59,7 @@ def fused(
 
     trusted: whose code it runs, if that is known already. Only transformers' own code is replaced.
     read: weights whose checksums this call has just computed.
-    bits: the layers of a known family are fused in every dtype, for `require_bits`.
+    bits: the layers of a known family are fused in every dtype, for `with_same_bits`.
 
     Its logits differ from the model's only by rounding, as those of forward passes of different widths do. Copies are kept
     between calls. Every call compares their source (weights, attributes, code) with the model and rebuilds them after a change.

@@ -165,7 +165,7 @@ class Graphs(Passes):
         difference = apart(logits[cache.running], expected[cache.running])
         self._spend(time.perf_counter() - started - (done - replayed))
         rounded = torch.bfloat16 if runner.prepared.low_bit_bytes else logits.dtype
-        if difference <= (0 if runner.settings.bits else rounding_of(rounded)):
+        if difference <= (0 if runner.prepared.keeps_bits else rounding_of(rounded)):
             captures.trust(shape, by_eager)
             return self._counted(logits)
         if known:  # the model has changed since the capture

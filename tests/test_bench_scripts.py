@@ -47,7 +47,7 @@ WITH_FIGURES = (
     "step",
 )
 
-CHAT = ("kernels", "bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
+CHAT = ("kernels", "kernels_sampled", "bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
 SECTIONS = {
     "benchmarks/batches": [("batches", "shipped_pair")],
     "benchmarks/chat-model": [("smollm2", *(f"smollm2_{name}" for name in CHAT)), ("step", "step")],

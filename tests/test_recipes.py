@@ -151,5 +151,8 @@ def test_the_pairs_that_fit_are_those_of_plan(recipes: ModuleType) -> None:
     table = recipes.fitting(recipes.families())
     assert f"<!-- fitting:begin -->\n{table}\n<!-- fitting:end -->" in (ROOT / "docs/howto/consumer-gpu.md").read_text()
     (quoted,) = (row.split("|")[-2].strip() for row in table.splitlines() if "12 GB" in row and "bfloat16" in row)
+    pair = (recipes.families()["models"][name]["fields"] for name in ("Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B"))
+    needed = recipes.planned(*pair, 2048, whole=True) / 1e9
     for page in ("README.md", "docs/index.md"):
-        assert f"[{quoted} tokens](" in (ROOT / page).read_text()
+        text = (ROOT / page).read_text()
+        assert f"[{quoted} tokens](" in text and f" {needed:.1f} GB " in text

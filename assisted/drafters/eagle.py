@@ -40,7 +40,7 @@ from ..text import Text, tokens_from
 from .base import Call, Drafter, HeadSpec, Room, Target, require_positive
 from .chain import ChainDrafting
 from .registry import register
-from .tree_growth import Growing, Limits, grow, learn
+from .tree_growth import Growing, Limits, grow, grow_in_c, learn, shape_of
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
@@ -214,17 +214,24 @@ class HeadDrafting(ChainDrafting):
 
         logits: [B, 1, Vd], after the committed text.
         """
-        top_k, most = self.drafter.top_k, self.drafter.most
-        return self.best_tree(reader, logits, text, Limits(depth, top_k, top_k, most, depth * top_k, by_level=True))
+        return self.best_tree(reader, logits, text, self.limits(depth))
+
+    def limits(self, depth: int) -> Limits:
+        """Those of a tree that grows level by level."""
+        top_k = self.drafter.top_k
+        return Limits(depth, top_k, top_k, self.drafter.most, depth * top_k, by_level=True)
 
     def best_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, limits: Limits) -> Draft:
         """A tree within limits. Otherwise as `draft_tree`."""
+        return self.best_of(grow(reader, self.call, text, logits, self.rates, limits, self.goes_on), limits.nodes)
 
-        def goes_on(grown: Growing) -> bool:
-            return self.runs_again(grown.forwards + 1)
+    def goes_on(self, grown: Growing) -> bool:
+        """Whether a tree grows by one more level."""
+        return self.runs_again(grown.forwards + 1)
 
-        grown = self.grown = grow(reader, self.call, text, logits, self.rates, limits, goes_on)
-        worth, most = grown.worth(), limits.nodes
+    def best_of(self, grown: Growing, most: int) -> Draft:
+        """The best nodes of a tree, at most `most`: as many as are worthwhile, unless their number is fixed."""
+        self.grown, worth = grown, grown.worth()
         if self.drafter.spec.nodes is None:
             costs = self.call.length.costs or UNMEASURED
             drafting = self.forwards(grown) * costs.draft
@@ -394,6 +401,11 @@ class EagleDrafting(HeadDrafting):
         return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
     def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
+        if not self.call.distribution.processors and not self.call.length.needs_q:
+            limits = self.limits(depth)
+            tree = runner.tree(state, shape_of(limits, self.rates))
+            if tree is not None:
+                return self.best_of(grow_in_c(tree, text, self.goes_on), limits.nodes)
         reader = LevelReader(runner, state, depth * self.drafter.top_k)
         return self.draft_tree(reader, reader.logits(), text, depth)
 

@@ -17,7 +17,8 @@ import torch
 from ..distribution import probabilities
 from ..drafts import Draft
 from ..engine.tree_reader import NodeReader
-from ..lengths.rates import Rates
+from ..fast.head_steps import Shape, TreeInC
+from ..lengths.rates import EDGES, Rates
 from ..text import Text
 from .base import Call
 from .trees import chosen_nodes
@@ -180,6 +181,21 @@ def grow(
             [[offered.depths[node] for node in nodes] for offered, nodes, _ in each],
         )
         grown.forwards += 1
+
+
+def shape_of(limits: Limits, rates: Rates) -> Shape:
+    """What a tree that grows in C needs to know."""
+    sizes = limits.depth, limits.beam, limits.candidates, limits.nodes, limits.room
+    return Shape(sizes, *rates.fitted(), EDGES, rates.ranks)
+
+
+def grow_in_c(tree: TreeInC, text: Text, goes_on: Callable[[Growing], bool]) -> Growing:
+    """`grow` of one row, `by_level`, by a head in C. Raises as `grow`."""
+    grown = Growing(text, [], [], [])
+    while tree.grow() and goes_on(grown):
+        grown.forwards += 1
+    grown.offers = [Offers(**tree.found())]
+    return grown
 
 
 def _distributions(

@@ -480,6 +480,7 @@ class TokenSteps:
         self, head: FloatHead, embeddings: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], output: FloatProduct
     ):
         self.head, self.output, self.angles = head, output, tuple(part.contiguous() for part in angles)
+        self.logits = output
         self.embeddings, self.positions = embeddings, angles[0].shape[1]
         self.width = self.capacity = 0  # of the columns and slots that there are buffers for
 

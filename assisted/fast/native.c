@@ -167,6 +167,8 @@ INLINE vec silu(vec x) {
 
 INLINE vec load(const number *from) { return wide(from); }
 
+INLINE float number_of(number x) { return x; }
+
 INLINE void store(number *to, vec value) { memcpy(to, &value, sizeof value); }
 
 INLINE vec rounded(vec value) { return value; }
@@ -174,6 +176,13 @@ INLINE vec rounded(vec value) { return value; }
 #else
 
 INLINE vec load(const number *from) { return expanded(from); }
+
+INLINE float number_of(number x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, sizeof found);
+    return found;
+}
 
 /* To the nearest number, in the upper half of each word; to the even one of two. */
 INLINE words nearest(vec value) {
@@ -1062,3 +1071,5 @@ void layers(
         }
     }
 }
+
+#include "heads.h"

@@ -32,7 +32,7 @@ user's cache folder."""
 DTYPES = torch.bfloat16, torch.float32
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
-_TILE = 16  # outputs that lie together
+TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
 FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
 WIDEST = 256  # the largest head size
@@ -49,7 +49,9 @@ PROCESSORS = (
 _SECONDS = 120  # for the compiler
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
+    """A product, as in C."""
+
     _fields_ = (
         ("weights", c_void_p),
         ("scales", c_void_p),
@@ -61,9 +63,11 @@ class _Product(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class Layer(ctypes.Structure):
+    """A layer, as in C."""
+
     _fields_ = (
-        *((name, _Product) for name in ("heads", "output", "gate_up", "down")),
+        *((name, Product) for name in ("heads", "output", "gate_up", "down")),
         *((name, c_void_p) for name in ("before_attention", "before_mlp", "query_norm", "key_norm")),
         *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "head_size")),
         ("epsilon", c_float),
@@ -71,7 +75,9 @@ class _Layer(ctypes.Structure):
     )
 
 
-class _Pass(ctypes.Structure):
+class Pass(ctypes.Structure):
+    """A pass, as in C."""
+
     _fields_ = (
         *((name, c_int64) for name in ("rows", "width")),
         *((name, c_void_p) for name in ("cos", "sin")),
@@ -112,7 +118,12 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, c_void_p]
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
-        library.multiply.restype = library.layers.restype = library.norms.restype = None
+        library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
+        library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
+        library.grow.argtypes = [*[c_void_p] * 5, c_int64]
+        for run in (library.multiply, library.layers, library.norms, library.step_of_head, library.logits_of_head):
+            run.restype = None
+        library.grow.restype = c_int64
         return library, ""
     return None, reason
 
@@ -177,7 +188,7 @@ def packed_8(levels: torch.Tensor) -> torch.Tensor:
     four inputs for sixteen outputs, in the order in which C rounds inputs."""
     levels = _padded(levels.detach().to(torch.int16)) + 128
     order = torch.tensor([[0, 4, 1, 5], [2, 6, 3, 7]])
-    eights = levels.view(-1, 2, _TILE, levels.shape[1] // GROUP, GROUP // 8, 8)[..., order]
+    eights = levels.view(-1, 2, TILE, levels.shape[1] // GROUP, GROUP // 8, 8)[..., order]
     # shape: [out / 32, tiles, outputs of a tile, groups, eights, halves, 4]
     lines = eights.permute(0, 3, 1, 4, 5, 2, 6).to(torch.uint8)
     return in_large_pages(lines.flatten(1).contiguous())
@@ -191,12 +202,12 @@ def packed_4(steps: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> 
     """
     steps = _padded(steps.to(torch.int32))
     groups = steps.shape[1] // GROUP
-    words = steps.view(-1, 2, _TILE, groups, 4, 4, 2).permute(0, 3, 4, 1, 2, 6, 5)
+    words = steps.view(-1, 2, TILE, groups, 4, 4, 2).permute(0, 3, 4, 1, 2, 6, 5)
     # shape: [out / 32, groups, 4, tiles, outputs of a tile, 2, pairs of a word]
     shifted = (words << torch.arange(0, 16, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
     nibbles = shifted.to(torch.int16).flatten(2).view(torch.uint8)  # wraps around
     beside = torch.stack([F.pad(part, (0, 0, 0, len(steps) - len(part))) for part in (scales, zeros)], 1)
-    beside = beside.view(-1, 2, _TILE, 2, groups).permute(0, 4, 1, 3, 2).flatten(2).contiguous().view(torch.uint8)
+    beside = beside.view(-1, 2, TILE, 2, groups).permute(0, 4, 1, 3, 2).flatten(2).contiguous().view(torch.uint8)
     return in_large_pages(torch.cat([nibbles, beside], -1).flatten(1))
 
 
@@ -283,7 +294,7 @@ class NativeProduct:
         full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
         self.held = weights, *full
         addresses = (0 if part is None else part.data_ptr() for part in self.held)
-        self.struct = _Product(*addresses, self.outputs, inputs, bits, input_bits)
+        self.struct = Product(*addresses, self.outputs, inputs, bits, input_bits)
 
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
         """[n, inputs] -> [n, outputs], in its dtype."""
@@ -329,7 +340,7 @@ class NativeLayer:
         hidden, inner = output.outputs, down.inputs
         # of the buffer for a column, and the widest input
         self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
-        self.struct = _Layer(
+        self.struct = Layer(
             *(product.struct for product in products),
             *(0 if norm is None else norm.data_ptr() for norm in norms),
             *(hidden, inner, output.inputs // head_size, key_heads, head_size),
@@ -398,10 +409,10 @@ class NativePass:
             lists = [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
-        self.most = end - first + 2 * _TILE + 1  # a query's weights, rounded up, from the start of a line on
+        self.most = end - first + 2 * TILE + 1  # a query's weights, rounded up, from the start of a line on
         self.made_for: NativeLayer | None = None
         of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
-        self.struct = _Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
+        self.struct = Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
         self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, AT_ONCE)
 
     def buffer(self, layer: NativeLayer) -> int:
@@ -409,7 +420,7 @@ class NativePass:
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
             struct, columns = self.struct, self.struct.at_once
-            struct.of_thread = max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 16 * self.most)
+            struct.of_thread = of_thread(layer, columns, self.most)
             self.buffers = (
                 torch.empty(columns * layer.sizes[0], dtype=layer.dtype),
                 torch.empty(struct.threads * struct.of_thread),
@@ -417,6 +428,11 @@ class NativePass:
             struct.buffer, struct.scratch = (part.data_ptr() for part in self.buffers)
             self.made_for = layer
         return ctypes.addressof(self.struct)
+
+
+def of_thread(layer: NativeLayer, columns: int, slots: int) -> int:
+    """Numbers that a thread needs beside the buffer. slots: the most that a column sees, and a line and two tiles."""
+    return max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 16 * slots)
 
 
 @torch.library.custom_op("assisted::low_bit_product", mutates_args=(), device_types="cpu")

@@ -105,9 +105,11 @@ class Head(StateHead):
 
     Attributes:
         needs_mask: it needs an attention mask even where all slots are visible.
+        steps_with: makes its steps in C with a target's embeddings, or None; of fused heads that have a form in C.
     """
 
     needs_mask = False
+    steps_with: Callable[[PreTrainedModel], Any] | None = None
 
     def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
         """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H] in the head's dtype,

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
 from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
-from ..fast import delta
+from ..fast import delta, native
 from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
-from ..fast.products import PackedLinear, may_copy
+from ..fast.head_steps import EagleSteps, Shape, TreeInC
+from ..fast.products import PackedLinear, Product, may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
 from .mtp import MTPHead, SequentialMTP
@@ -60,6 +63,7 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
     }
     other = with_children(head, children)
     if _agree(head, other):
+        other.steps_with = functools.partial(_eagle_steps, head, other)
         return PreparedModule(other, last_only=True)
     warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
     return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
@@ -81,6 +85,7 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
         children["output",] = fused_product(head.output)
     other = with_children(head, children)
     other.in_c = head_in_c(head, children[("layer",)], angles)
+    other.steps_with = None if other.in_c is None else other.in_c.steps
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
         expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
@@ -139,24 +144,20 @@ class HeadInC:
 
     def steps(self, target: Any) -> HeadSteps | None:
         """Its steps in texts of one row, with the embeddings of a target; None if either runs in another way."""
-        output, own = target.get_output_embeddings(), target.get_input_embeddings()
-        product, table = getattr(output, "run", None), self.angles.table
-        is_plain = type(own) is nn.Embedding and own.max_norm is None and not any_touched([own])
-        if not (is_plain and self.shares_output and isinstance(product, delta.FloatProduct)) or table is None:
-            return None
-        weight = own.weight.detach()
-        if not (weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()):
+        product, table = getattr(target.get_output_embeddings(), "run", None), self.angles.table
+        weight = _embeddings(target.get_input_embeddings(), torch.float32)
+        if not (self.shares_output and isinstance(product, delta.FloatProduct)) or table is None or weight is None:
             return None
         if product.outputs > len(weight):  # a drafted token may have no embedding
             return None
-        return HeadSteps(self, delta.TokenSteps(self.floats, weight, table, product))
+        return HeadSteps(self.layer, delta.TokenSteps(self.floats, weight, table, product))
 
 
 class HeadSteps:
-    """The steps of a head in one text of a call. in_c: the head. steps: the same, of tensors."""
+    """The steps of a head in one text of a call. layer: the fused one. steps: of tensors."""
 
-    def __init__(self, in_c: HeadInC, steps: delta.TokenSteps):
-        self.layer, self.steps, self.logits = in_c.layer, steps, steps.output
+    def __init__(self, layer: FusedLayer, steps: Any):
+        self.layer, self.steps, self.logits = layer, steps, steps.logits
 
     def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
         """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
@@ -170,16 +171,79 @@ class HeadSteps:
         where = self._place(state[:, None], cache, first, count)
         return None if where is None else self.steps.chain(state, *where, count)
 
+    def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
+        """As `HeadRunner.tree`."""
+        return None
+
+    def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
+        """Whether columns can run in C."""
+        return delta.fits(states, stores)
+
     def _place(
         self, states: torch.Tensor, cache: SlotCache, first: int, width: int
     ) -> tuple[Sequence[torch.Tensor], int, int] | None:
         """Keys and values, and slot and position of the first of `width` columns; None for columns that cannot run in C."""
         cache.place(width, states.device)
         stores, place = self.layer.stores(cache), cache.start
-        if not isinstance(place, int) or stores is None or not delta.fits(states, stores):
+        if not isinstance(place, int) or stores is None or not self._fits(states, stores):
             return None
         position = place + first
         return (stores, place, position) if 0 <= position <= self.steps.positions - width else None
+
+
+class EagleHeadSteps(HeadSteps):
+    """The same of an EAGLE-3 head, whose trees grow in C, too."""
+
+    steps: EagleSteps
+
+    def chain(
+        self, state: torch.Tensor, cache: SlotCache, first: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        shape = Shape((count, 1, 1, count, count), (0.0,), (1.0,), (), 1)
+        tree = self.tree(state, cache, first, shape)
+        if tree is None:
+            return None
+        while tree.grow():
+            pass
+        return tree.nodes[:1, :count], tree.sure[None, :count]
+
+    def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
+        where = self._place(state[:, None], cache, first, shape.limits[-1])
+        return None if where is None else self.steps.tree(state, *where, shape)
+
+    def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
+        kinds = {states.dtype, *(store.dtype for store in stores)}
+        is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
+        few = states.shape[1] <= native.AT_ONCE and not torch.compiler.is_compiling()
+        return kinds == {self.steps.dtype} and is_plain and few
+
+
+def _eagle_steps(head: EagleHead, other: EagleHead, target: PreTrainedModel) -> EagleHeadSteps | None:
+    """The steps in C of an EAGLE-3 head with the embeddings of a target; None if there are none. other: the fused head."""
+    (layer, *more), config = other.layers, head.config
+    product = getattr(other.lm_head, "run", None)
+    output = product.native if isinstance(product, Product) else None
+    norms = [layer.before_attention, layer.of_state, other.norm.run]
+    table = other.rotary_emb.table
+    embeddings = _embeddings(getattr(head, "embed_tokens", None) or target.get_input_embeddings(), head.dtype)
+    known = all(type(norm) is Norm and norm.epsilon == layer.before_attention.epsilon for norm in norms)
+    if more or layer.native is None or output is None or table is None or embeddings is None or not known:
+        return None
+    if output.dtype != layer.native.dtype != head.dtype or config.vocab_size > len(embeddings):
+        return None
+    tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
+    options = layer.norm_before_residual, config.norm_output
+    weights = [norm.weight.detach() for norm in norms]
+    steps = EagleSteps(layer.native, weights, output, embeddings, tokens, size, table, *options)
+    return EagleHeadSteps(layer, steps)
+
+
+def _embeddings(own: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    """The weight of an embedding that C can look up; None for others."""
+    if type(own) is not nn.Embedding or own.max_norm is not None or any_touched([own]):
+        return None
+    weight = own.weight.detach()
+    return weight if weight.is_cpu and weight.dtype == dtype and weight.is_contiguous() else None
 
 
 def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:

@@ -20,6 +20,7 @@ from ..engine.passes import Inputs, Runner
 from ..engine.prepared import PreparedModule
 from ..engine.tree_reader import NodeReader
 from ..engine.window import dropped_from, keep_last
+from ..fast.head_steps import Shape, TreeInC
 from .base import Head
 
 
@@ -69,8 +70,8 @@ class HeadRunner(Runner):
         before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
         self.cache.prompt_padding = before
         self.cache.padding = [hidden - count for hidden, count in zip(before, dropped, strict=True)]
-        in_c = getattr(self.head, "in_c", None) if slots.rows == 1 else None
-        self.steps = None if in_c is None else in_c.steps(target)
+        steps_with = getattr(self.head, "steps_with", None) if slots.rows == 1 else None
+        self.steps = None if steps_with is None else steps_with(target)
         self.first = first.to(self.device) + on_device(dropped, self.device)[:, None]
         self._has_past = min(before) < 0  # then positions can't be derived from slots
 
@@ -169,6 +170,14 @@ class HeadRunner(Runner):
             return None
         found: tuple[torch.Tensor, torch.Tensor] | None = self.steps.chain(state, self.cache, int(self.first), count)
         return found
+
+    def tree(self, state: torch.Tensor, shape: Shape) -> TreeInC | None:
+        """A token tree after the text of one row, which grows in C; None where that is not possible. state: [1, H], after the
+        text."""
+        if self.steps is None or self.cache.visible is not None:
+            return None
+        made: TreeInC | None = self.steps.tree(state, self.cache, int(self.first), shape)
+        return made
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """The step itself, from the states in `inject`."""

@@ -10,15 +10,15 @@ from typing import Any
 
 from .cost_model import KEEP, PRIOR, DecayedMean
 
-_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # finer where rates differ most
-_BINS = len(_EDGES) + 1
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # finer where rates differ most
+_BINS = len(EDGES) + 1
 Outcome = tuple[Sequence[float], int, Sequence[bool]]
 """Of a position that the text reached: the probabilities of the guesses, best first; the level; and which were right."""
 
 
 def confidence_bin(confidence: float) -> int:
     """The bin of a probability."""
-    return bisect_right(_EDGES, confidence)
+    return bisect_right(EDGES, confidence)
 
 
 class Rates:
@@ -52,7 +52,7 @@ class Rates:
 
         priors: what to assume of each guess as long as little is known; None takes the probabilities.
         """
-        base, slope = self._fitted()
+        base, slope = self.fitted()
         found = []
         for rank, (probability, prior) in enumerate(zip(probabilities, priors or probabilities, strict=True)):
             cell = self._cell(probability, rank, level)
@@ -69,8 +69,9 @@ class Rates:
                 right[cell] += was_right
         self._counts = right, seen
 
-    def _fitted(self) -> tuple[list[float], list[float]]:
-        """For each cell, base and slope of its rate as a function of the prior."""
+    def fitted(self) -> tuple[list[float], list[float]]:
+        """For each cell, base and slope of its rate as a function of the prior. Those of a level are adjacent, of a level those
+        of a rank, and of a rank one for each bin."""
         lines, counts = self._lines, self._counts  # another thread may call `learn` meanwhile
         if lines is None or lines[0] is not counts:
             base, slope, size = [], [], self.of_level
@@ -85,7 +86,7 @@ class Rates:
         return lines[1:]
 
     def _cell(self, probability: float, rank: int, level: int) -> int:
-        return bisect_right(_EDGES, probability) + _BINS * min(rank, self.ranks - 1) + self.of_level * level
+        return bisect_right(EDGES, probability) + _BINS * min(rank, self.ranks - 1) + self.of_level * level
 
 
 class Acceptance:

@@ -1,0 +1,241 @@
+"""EAGLE-3 heads of one layer in C: steps over the columns of one row, and the token trees that grow from them. Operations of
+torch would take longer than the head. Knows tensors and the library of `native`; nothing of drafting."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import native
+from .native import NativeLayer, NativeProduct
+
+
+class _Head(ctypes.Structure):
+    _fields_ = (
+        ("layer", native.Layer),
+        ("output", native.Product),
+        *((name, c_void_p) for name in ("embeddings", "token_norm", "state_norm", "end_norm", "tokens")),
+        *((name, c_int64) for name in ("vocabulary", "normed_residual", "normed_output")),
+    )
+
+
+_LIMITS = "depth", "beam", "candidates", "nodes", "room"
+_OF_NODES = "tokens", "parents", "depths", "columns", "children"
+_OF_COLUMNS = "ids", "places", "slots", "starts"
+
+
+class _Tree(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in _LIMITS),
+        *((name, c_void_p) for name in ("base", "slope", "edges")),
+        *((name, c_int64) for name in ("ranks", "bins")),
+        *((name, c_void_p) for name in (*_OF_NODES, "scores", "sure", "best", "reading")),
+        *((name, c_int64) for name in ("found", "kept", "width", "read", "last", "known")),
+        *((name, c_void_p) for name in ("states", "before", "space", "logits", "angles", *_OF_COLUMNS, "scratch")),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The limits of a tree, and how its candidates are judged.
+
+    Args:
+        limits: its depth, the columns of a step, the candidates after each, the best ones that are kept, and all columns.
+        base, slope, edges, ranks: the rate of a candidate by its probability and its rank, see `lengths.rates.Rates`.
+    """
+
+    limits: tuple[int, int, int, int, int]
+    base: Sequence[float]
+    slope: Sequence[float]
+    edges: Sequence[float]
+    ranks: int
+
+
+class EagleSteps:
+    """A head in C.
+
+    Args:
+        layer: its layer, whose products of queries, keys and values take embedding and state together.
+        norms: weights of embedding, state and the end, [hidden].
+        output: from states to logits.
+        embeddings: of the target's tokens, [any, hidden].
+        tokens: [Vd] int64, the target's tokens that can be drafted; None for all.
+        vocabulary: Vd.
+        angles: cosines and signed sines of all positions, [1, P, 1, head size].
+        normed_residual, normed_output: as `EagleConfig.norm_before_residual` and `norm_output`.
+
+    All of one dtype, on a CPU.
+    """
+
+    def __init__(
+        self,
+        layer: NativeLayer,
+        norms: Sequence[torch.Tensor],
+        output: NativeProduct,
+        embeddings: torch.Tensor,
+        tokens: torch.Tensor | None,
+        vocabulary: int,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        normed_residual: bool,
+        normed_output: bool,
+    ):
+        self.layer, self.output, self.vocabulary = layer, output, vocabulary
+        self.held = tuple(part.contiguous() for part in (embeddings, *norms)), tokens
+        self.angles, self.positions = tuple(part.contiguous() for part in angles), angles[0].shape[1]
+        self.hidden, self.dtype, self.library = len(norms[0]), layer.dtype, layer.library
+        addresses = (*(part.data_ptr() for part in self.held[0]), None if tokens is None else tokens.data_ptr())
+        self.struct = _Head(layer.struct, output.struct, *addresses, vocabulary, normed_residual, normed_output)
+        self.address = ctypes.addressof(self.struct)
+        self.room = 0, 0  # columns and slots that there are buffers for
+
+    def __call__(
+        self, ids: torch.Tensor, states: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int
+    ) -> torch.Tensor:
+        """ids: [1, n] int64. states: [1, n, hidden]. stores: keys and values. place, position: the slot and the position of the
+        first column, which sees all slots up to its own, as the others do. Returns states [1, n, hidden]."""
+        ids, states, width = ids.contiguous(), states.contiguous(), ids.shape[1]
+        made, room = torch.empty_like(states), states.new_empty(3 * width, self.hidden)
+        struct = self._pass(width, stores[0].shape[2], position)
+        struct.places = self.places.data_ptr() + place * torch.int64.itemsize
+        parts = ids, states, *stores
+        self.library.step_of_head(
+            self.address,
+            ctypes.addressof(struct),
+            *(part.data_ptr() for part in parts),
+            stores[0].shape[2],
+            room.data_ptr(),
+            made.data_ptr(),
+        )
+        return made
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> [..., Vd]."""
+        columns = states.reshape(-1, self.hidden).contiguous()
+        made, room = columns.new_empty(len(columns), self.output.outputs), torch.empty_like(columns)
+        threads = torch.get_num_threads()
+        scratch = torch.empty(threads * self._of_thread(len(columns)))
+        given = (part.data_ptr() for part in (room, made, scratch))
+        self.library.logits_of_head(self.address, columns.data_ptr(), len(columns), *given, threads)
+        return made[:, : self.vocabulary].view(*states.shape[:-1], self.vocabulary)
+
+    def tree(
+        self, state: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int, shape: Shape
+    ) -> TreeInC:
+        """A tree that has not grown. state: [1, hidden], after the text. stores: keys and values. place, position: of the first
+        node."""
+        return TreeInC(self, state, stores, place, position, shape)
+
+    def _of_thread(self, columns: int) -> int:
+        """Numbers that the output's product needs of its inputs, for each thread."""
+        return columns * (self.hidden // native.GROUP) * self.library.of_group
+
+    def _pass(self, width: int, capacity: int, position: int) -> native.Pass:
+        """The struct of a step over so many columns at most, from a position on."""
+        if width > self.room[0] or capacity > self.room[1]:
+            self._make_room(max(width, self.room[0]), max(capacity, self.room[1]))
+        struct, at = self.columns, position * self.angles[0].shape[-1] * self.dtype.itemsize
+        struct.rows = struct.angles = 1
+        struct.width, struct.first, struct.slots, struct.starts = width, 0, None, None
+        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
+        return struct
+
+    def _make_room(self, width: int, capacity: int) -> None:
+        self.room, self.places = (width, capacity), torch.arange(capacity)
+        threads = torch.get_num_threads()
+        of_thread = native.of_thread(self.layer, width, capacity + 3 * native.TILE)
+        self.buffers = torch.empty(width * self.layer.sizes[0], dtype=self.dtype), torch.empty(threads * of_thread)
+        self.columns = native.Pass(threads=threads, at_once=width, of_thread=of_thread)
+        self.columns.buffer, self.columns.scratch = (part.data_ptr() for part in self.buffers)
+
+
+class TreeInC:
+    """A token tree of one row that grows level by level. See `EagleSteps.tree`."""
+
+    def __init__(
+        self,
+        head: EagleSteps,
+        state: torch.Tensor,
+        stores: Sequence[torch.Tensor],
+        place: int,
+        position: int,
+        shape: Shape,
+    ):
+        depth, beam, self.candidates, nodes, room = shape.limits
+        size, capacity, most = head.hidden, stores[0].shape[2], self.candidates * (1 + room)
+        self.head, self.stores, self.capacity = head, stores, capacity
+        self.nodes = torch.empty(len(_OF_NODES), most, dtype=torch.int64)
+        self.scores, self.sure = torch.empty(most, dtype=torch.float64), torch.empty(most)
+        self.best = torch.empty(nodes + 1, dtype=torch.int64)
+        numbers = state.new_empty(6 * beam * size + beam * head.output.outputs + 2 * beam * head.angles[0].shape[-1])
+        numbers[:size] = state[0]
+        indices = torch.empty(beam * (place + depth + 5) + 1, dtype=torch.int64)
+        rates = [(c_double * len(part))(*part) for part in (shape.base, shape.slope, shape.edges)]
+        scratch = torch.empty(torch.get_num_threads() * head._of_thread(beam))
+        self.held = numbers, indices, rates, scratch
+
+        def laid_out(buffer: torch.Tensor, *sizes: int) -> list[int]:
+            """The addresses of parts of a buffer."""
+            ends = [buffer.data_ptr()]
+            for length in sizes:
+                ends.append(ends[-1] + length * buffer.itemsize)
+            return ends
+
+        states, before, space, logits, angles = laid_out(
+            numbers, beam * size, beam * size, 4 * beam * size, beam * head.output.outputs
+        )
+        ids, places, starts, reading, slots = laid_out(indices, beam, beam, beam + 1, beam)
+        self.struct = _Tree(
+            *shape.limits,
+            *map(ctypes.addressof, rates),
+            shape.ranks,
+            len(shape.edges) + 1,
+            *(row.data_ptr() for row in self.nodes),
+            *(part.data_ptr() for part in (self.scores, self.sure, self.best)),
+            reading,
+            known=place,
+            states=states,
+            before=before,
+            space=space,
+            logits=logits,
+            angles=angles,
+            ids=ids,
+            places=places,
+            slots=slots,
+            starts=starts,
+            scratch=scratch.data_ptr(),
+        )
+        self.address, self.columns = ctypes.addressof(self.struct), head._pass(beam, capacity, position)
+
+    def grow(self) -> int:
+        """Read a level, at first none, and add the candidates after its nodes. Returns how many nodes can be read next.
+
+        Raises FloatingPointError if the logits after the text contain NaN.
+        """
+        of_stores = (store.data_ptr() for store in self.stores)
+        head = self.head
+        width: int = head.library.grow(
+            head.address, ctypes.addressof(self.columns), self.address, *of_stores, self.capacity
+        )
+        if width < 0:
+            raise FloatingPointError("the draft's logits are not a number")
+        return width
+
+    def found(self) -> dict[str, Any]:
+        """The nodes as lists: the fields of `tree_growth.Offers`."""
+        count = self.struct.found
+        tokens, parents, depths, _, children = self.nodes[:, :count].tolist()
+        scores, sure = self.scores[:count].tolist(), self.sure[:count].tolist()
+        firsts = {-1: 0} | {node: first for node, first in enumerate(children) if first >= 0}
+        return {
+            "tokens": tokens,
+            "parents": parents,
+            "depths": depths,
+            "scores": scores,
+            "best": self.best[: self.struct.kept].tolist(),
+            "below": {node: (first, sure[first : first + self.candidates]) for node, first in firsts.items()},
+        }

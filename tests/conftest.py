@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 
 # Before anything imports huggingface_hub or torch: both read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,11 +21,18 @@ import transformers
 from architectures import RECURRENT as RECURRENT_TARGETS
 
 from assisted.engine.libraries import STATE_LAYERS
+from assisted.fast import native
 
 RECURRENT = {architecture.name for architecture in RECURRENT_TARGETS}
 LATER = {"dbrx", "deepseek_v32", "lfm2", "olmo_hybrid", "recurrent_gemma", "zamba"}
 """Architectures that transformers before 5.17 cannot run, or not over several tokens at once, in the tests' small sizes."""
 QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
+
+PROCESSORS: dict[str, tuple[str, ...]] = {
+    "AVX2": ("avx2", "fma"),
+    "AVX512 without bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "none of these": (),
+}
 
 # the same examples every time: a change that fails is to blame itself
 hypothesis.settings.register_profile("same-examples", derandomize=True, deadline=None)
@@ -38,6 +46,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def invariants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of the loop checks that slots and text agree."""
     monkeypatch.setattr("assisted.decoding.CHECK_INVARIANTS", True)
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels compiled as for a processor that can do less."""
+    names = PROCESSORS[request.param]
+    if not native.processor_flags().issuperset(names):
+        pytest.skip("this processor cannot run them")
+    monkeypatch.setattr(native, "PROCESSORS", (names,))
+    native.loaded.cache_clear()
+    try:
+        assert native.is_available() and native.is_available(torch.float32)
+        yield
+    finally:
+        native.loaded.cache_clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

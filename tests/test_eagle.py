@@ -553,6 +553,8 @@ class StaleKeys(EagleDrafting):
             before = self.runner.cache.known[0] + sum(counts[0] for _, counts in self.unread)
         draft = super().propose(text, budget)
         if self.runner is not None and "rewind" in self.runner.cache.__dict__:
+            if self.runner.cache.known[0] == before:  # in C, drafts are never counted as text
+                self.runner.cache.commit([draft.tokens.shape[1] - 1])
             self.skipped -= self.runner.cache.known[0] - before
         return draft
 

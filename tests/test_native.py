@@ -6,7 +6,6 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,6 @@ CONFIGS: dict[str, Any] = {
 }
 WEIGHTS = {bits: PackedConfig(int(bits), input_bits=given) for bits, given in ((8, 16), (8.8, 8), (4, 16), (4.8, 8))}
 BITS = [32, 16, 8, 8.8, 4, 4.8]  # 32: everything in float32; 8.8 and 4.8: inputs of 8 bits, too
-PROCESSORS: dict[str, tuple[str, ...]] = {
-    "AVX2": ("avx2", "fma"),
-    "AVX512 without bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
-    "none of these": (),
-}
 KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 # of a row that has read seven tokens: the last of them, and five nodes
 PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
@@ -79,21 +73,6 @@ def built(name: str, bits: float = 16) -> Any:
             nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
     model = model if bits == 32 else model.to(torch.bfloat16)
     return model if bits >= 16 else quantize_copy(model, WEIGHTS[bits])
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels compiled as for a processor that can do less."""
-    names = PROCESSORS[request.param]
-    if not native.processor_flags().issuperset(names):
-        pytest.skip("this processor cannot run them")
-    monkeypatch.setattr(native, "PROCESSORS", (names,))
-    native.loaded.cache_clear()
-    try:
-        assert native.is_available() and native.is_available(torch.float32)
-        yield
-    finally:
-        native.loaded.cache_clear()
 
 
 def ids_of(count: int, rows: int = 1, seed: int = 0) -> torch.Tensor:

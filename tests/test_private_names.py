@@ -45,7 +45,6 @@ STILL_USED: dict[str, set[str]] = {
     "test_products.py": {"_ALWAYS", "_LARGE", "_WIDE"},
     "test_prompts.py": {"_PRICE_CPU"},
     "test_quantization.py": {"_lib"},
-    "test_rates.py": {"_fitted"},
     "test_recurrent.py": {"_LAG", "_saved"},
     "test_remembered.py": {"_MOST", "_WRITTEN"},
     "test_robustness.py": {"_GROWTH", "_LEAST_GROWTH", "_grown"},

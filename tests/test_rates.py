@@ -85,7 +85,7 @@ def test_rates_stay_probabilities_while_threads_learn() -> None:
     def learn() -> None:
         for _ in range(300):
             rates.learn([([0.97], 0, [True])] * 3)
-            base, slope = rates._fitted()
+            base, slope = rates.fitted()
             found.append(max(b + s for b, s in zip(base, slope, strict=True)))
 
     interval = sys.getswitchinterval()

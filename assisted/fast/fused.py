@@ -215,10 +215,11 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
     return sum(size_of_copies([module.weight.shape for module in modules], dtype) for modules in products)
 
 
-def fused_product(module: nn.Linear) -> nn.Module:
+def fused_product(module: nn.Linear, in_8_bits: bool = False) -> nn.Module:
     """The fastest form of a product over a few columns, with the current weight: repacked if that is faster on this CPU,
-    otherwise the module itself."""
-    return Called(Product([module], True)) if may_copy(module.parameters()) and not is_touched(module) else module
+    otherwise the module itself. in_8_bits: see `Product`."""
+    may = may_copy(module.parameters()) and not is_touched(module)
+    return Called(Product([module], True, in_8_bits)) if may else module
 
 
 _SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
@@ -408,18 +409,18 @@ def is_float(module: Any) -> bool:
 class FusedMLP(Skippable):
     """What fused layers share: RMSNorm, something, RMSNorm and an MLP.
 
-    It uses plain attributes only, because looking up a submodule takes as long as a small operation.
+    It uses plain attributes only, because looking up a submodule takes as long as a small operation. in_8_bits: see `Product`.
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
     floats: delta.FloatLayer | None = None  # the layer in C, of float32
 
-    def __init__(self, layer: Any, copied: bool):
+    def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
         super().__init__()
         self.before_attention, self.before_mlp = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
         if parts := _of_mlp(layer):
             self.activation = layer.mlp.act_fn.forward
-            self.gate_up, self.down = [Product(modules, copied) for modules in parts]
+            self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
         else:
             self.whole_mlp = _packed_inside(layer.mlp, copied).forward
 
@@ -500,8 +501,8 @@ class FusedLayer(FusedMLP):
 
     ungated: torch.Tensor | None = None  # the indices of query and key heads if there are gates among them
 
-    def __init__(self, layer: Any, shared: Shared, copied: bool):
-        super().__init__(layer, copied)
+    def __init__(self, layer: Any, shared: Shared, copied: bool, in_8_bits: bool = False):
+        super().__init__(layer, copied, in_8_bits)
         attention, mlp = layer.self_attn, layer.mlp
         self.index: int = attention.layer_idx
         self.is_last = False  # among the model's layers
@@ -512,7 +513,7 @@ class FusedLayer(FusedMLP):
         self.shared = shared
         self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.heads, self.output = [Product(modules, copied) for modules in _of_mixer(layer)]
+        self.heads, self.output = [Product(modules, copied, in_8_bits) for modules in _of_mixer(layer)]
         if attention.q_proj.out_features > self.query_heads * self.head_size:  # each query head has a gate after it
             ends = torch.arange(2 * self.query_heads, 2 * self.query_heads + self.key_heads)
             self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(

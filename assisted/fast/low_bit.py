@@ -35,7 +35,7 @@ def low_bit(module: nn.Linear | Conv1D, bits: int, input_bits: int = 16) -> LowB
     weight = weight.t().contiguous() if isinstance(module, Conv1D) else weight
     outputs, inputs = weight.shape
     if native.is_available() and weight.device.type == "cpu":
-        levels, scales = _eight_bits(weight) if bits == 8 else _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP)))
+        levels, scales = eight_bits(weight) if bits == 8 else _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP)))
         if bits == 8:
             packed = (native.packed if input_bits == 16 else native.packed_8)(levels)
         else:
@@ -45,7 +45,7 @@ def low_bit(module: nn.Linear | Conv1D, bits: int, input_bits: int = 16) -> LowB
         linear.input_bits = input_bits
         return linear
     weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
-    levels, scales = (_eight_bits if bits == 8 else _four_bits)(weight)
+    levels, scales = (eight_bits if bits == 8 else _four_bits)(weight)
     if bits == 4:
         levels, scales = pack_four_bits(levels.contiguous(), 1), scales.transpose(0, 1).contiguous()
     return LowBitLinear(levels, scales, module.bias, inputs, outputs, bits)
@@ -239,7 +239,8 @@ def _together(parts: list[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(map(len, parts)), first.shape[1]), first.stride(), first.storage_offset())
 
 
-def _eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Levels of a weight of float32, [out, in] int8, and a scale per output, [out] bfloat16."""
     scales = (weight.abs().amax(1) / 127).clamp(min=1e-30).to(LOW_BIT_DTYPE)
     packed = (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return packed, scales

@@ -26,7 +26,7 @@ from ..engine.libraries import (
     packs_for_onednn,
 )
 from . import native
-from .low_bit import LowBitLinear, NativeLinear, joined
+from .low_bit import LowBitLinear, NativeLinear, eight_bits, joined
 
 _WIDE = 3 * 2**14  # entries of a matrix from which oneDNN's layout is faster at any number of columns
 _LARGE = 2**20  # entries from which a product costs more than padding its columns
@@ -152,9 +152,12 @@ def _width(columns: int) -> int:
 
 
 class Product:
-    """The concatenated outputs of several linear modules for one input; one product if their weights may be copied."""
+    """The concatenated outputs of several linear modules for one input; one product if their weights may be copied.
 
-    def __init__(self, modules: Sequence[nn.Module], copied: bool):
+    in_8_bits: in C, round weights and inputs of bfloat16 to 8 bits, as a draft may.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], copied: bool, in_8_bits: bool = False):
         self.modules = modules
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
@@ -180,7 +183,12 @@ class Product:
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
         if _runs_in_c(weight.shape[1], weight.dtype):
             bias, bits = None if self.bias is None else self.bias.float(), 8 * weight.dtype.itemsize
-            self.native = native.NativeProduct(native.packed(weight), weight.shape[1], bits, bias=bias)
+            if in_8_bits and weight.dtype == torch.bfloat16:
+                levels, scales = eight_bits(weight.detach().float())
+                given = native.packed_8(levels), weight.shape[1], 8, scales.float(), bias, 8
+                self.native = native.NativeProduct(*given)
+            else:
+                self.native = native.NativeProduct(native.packed(weight), weight.shape[1], bits, bias=bias)
             self.most = native.most_of(weight.dtype)
             return
         if packs(weight.dtype):

@@ -1,0 +1,174 @@
+"""EAGLE-3 heads in C: what they draft is what the head says, and trees are those that grow in Python."""
+
+import pytest
+import torch
+from eagle_heads import random_head, trained_head
+from pairs import CALL, said_by
+from test_fused_head import KINDS
+from test_native import LLAMA, needed
+from transformers import LlamaForCausalLM
+
+from assisted import AssistedModelForCausalLM, Eagle
+from assisted.drafters.eagle import HeadDrafting
+from assisted.engine.agreement import apart
+from assisted.fast import head_steps
+from assisted.heads.fused import fused_head
+from assisted.heads.runner import HeadRunner
+from assisted.lengths import Confidence
+
+pytestmark = [needed, pytest.mark.usefixtures("invariants")]
+FORMS = ["plain", "norm before residual", "norms before the fusion", "reduced vocabulary", "biases", "qwen3 layer"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LLAMA).eval()
+
+
+def pair_of(target, kind="plain", draft_length=5, **options):
+    head = trained_head(target, 3, **KINDS[kind])
+    return AssistedModelForCausalLM.from_models(target, draft=Eagle(head, **options), draft_length=draft_length)
+
+
+def trees(monkeypatch, model, ids, in_c, **kwargs):
+    """The text of a call, and its trees."""
+    grown = []
+    with monkeypatch.context() as patch:
+        sized = HeadDrafting.best_of
+
+        def best_of(self, tree, most):
+            grown.append((tree.offers, tree.forwards))
+            return sized(self, tree, most)
+
+        patch.setattr(HeadDrafting, "best_of", best_of)
+        if not in_c:
+            patch.setattr(HeadRunner, "tree", lambda *args: None)
+        return model.generate(ids, **CALL, **kwargs), grown
+
+
+def assert_same(found, expected):
+    """Trees of several rounds."""
+    assert len(found) == len(expected) > 1
+    for ((mine,), forwards), ((theirs,), passes) in zip(found, expected, strict=True):
+        assert forwards == passes
+        for name in ("tokens", "parents", "depths", "best"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        assert mine.scores == pytest.approx(theirs.scores, abs=1e-4)
+        assert mine.below.keys() == theirs.below.keys()
+        for node, (first, sure) in mine.below.items():
+            assert theirs.below[node] == (first, pytest.approx(sure, abs=1e-4))
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_trees_are_those_that_grow_in_python(kind, target, monkeypatch):
+    """Of several rounds, whose outcomes change the rates; and in a second call."""
+    ids = torch.arange(5, 25)[None]
+    calls, grow = [], head_steps.TreeInC.grow
+    monkeypatch.setattr(head_steps.TreeInC, "grow", lambda tree: calls.append(0) or grow(tree))
+    plain = said_by(target, input_ids=ids, **CALL)
+    one, two = pair_of(target, kind), pair_of(target, kind)
+    for _ in range(2):
+        text, found = trees(monkeypatch, one, ids, in_c=True)
+        assert calls
+        calls.clear()
+        other, expected = trees(monkeypatch, two, ids, in_c=False)
+        assert not calls
+        assert torch.equal(text, plain)
+        assert torch.equal(other, plain)
+        assert_same(found, expected)
+
+
+@pytest.mark.usefixtures("processor")
+def test_trees_on_other_processors(target, monkeypatch):
+    ids = torch.arange(5, 25)[None]
+    found, expected = (
+        trees(monkeypatch, pair_of(target, "norms before the fusion"), ids, in_c)[1] for in_c in (True, False)
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_k": 7, "nodes": 5}, {"nodes": 40}])
+def test_trees_of_other_limits(limits, target, monkeypatch):
+    ids = torch.arange(30, 40)[None]
+    one, two = pair_of(target, **limits), pair_of(target, **limits)
+    _, found = trees(monkeypatch, one, ids, in_c=True)
+    _, expected = trees(monkeypatch, two, ids, in_c=False)
+    assert [[offers.best for offers in each] for each, _ in found] == [[o.best for o in each] for each, _ in expected]
+
+
+def test_chains_are_those_of_single_steps(target, monkeypatch):
+    ids = torch.arange(5, 25)[None]
+    drafts = []
+    for in_c in (True, False):
+        model, seen = pair_of(target, tree=False), []
+        start = model.drafter.start
+        with monkeypatch.context() as patch:
+            if not in_c:
+                patch.setattr(HeadRunner, "chain", lambda *args: None)
+
+            def watched(call, start=start, seen=seen):
+                drafting = start(call)
+                propose = drafting.propose
+                drafting.propose = lambda *args: seen.append(propose(*args)) or seen[-1]
+                return drafting
+
+            patch.setattr(model.drafter, "start", watched)
+            model.generate(ids, **CALL)
+        drafts.append([draft.tokens.tolist() for draft in seen])
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 1
+
+
+def test_where_it_cannot_run_in_c_python_drafts(target, monkeypatch):
+    """Processors, policies that ask for probabilities, batches and padding."""
+    monkeypatch.setattr(head_steps.TreeInC, "grow", None)
+    ids = torch.arange(5, 25)[None]
+    for model, kwargs in (
+        (pair_of(target), {"repetition_penalty": 1.2}),
+        (pair_of(target, draft_length=Confidence(0.3)), {}),
+    ):
+        text = model.generate(ids, **CALL, **kwargs)
+        assert torch.equal(text, said_by(target, input_ids=ids, **CALL, **kwargs))
+        assert model.report.drafted
+    two, mask = torch.cat([ids, ids.flip(1)]), torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :3] = 0
+    kwargs = {"input_ids": two, "attention_mask": mask, **CALL}
+    assert torch.equal(model.generate(**kwargs), said_by(target, **kwargs))
+
+
+def test_logits_that_are_not_numbers_end_the_drafting(target):
+    model = pair_of(target)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        model.drafter.head.lm_head.weight[7, 3] = float("nan")
+    with pytest.warns(UserWarning, match="not a number"):
+        text = model.generate(ids, **CALL)
+    assert torch.equal(text, said_by(target, input_ids=ids, **CALL))
+
+
+def test_a_head_that_changes_drafts_with_its_new_weights(target, monkeypatch):
+    model, ids = pair_of(target), torch.arange(5, 25)[None]
+    _, before = trees(monkeypatch, model, ids, in_c=True)
+    with torch.no_grad():
+        model.drafter.head.lm_head.weight.mul_(-1)
+    _, after = trees(monkeypatch, model, ids, in_c=True)
+    assert before[0][0][0].tokens != after[0][0][0].tokens
+
+
+@pytest.mark.usefixtures("processor")
+def test_a_head_of_bfloat16_on_other_processors(target):
+    test_a_head_of_bfloat16_runs_in_8_bits(target)
+
+
+def test_a_head_of_bfloat16_runs_in_8_bits(target):
+    head = random_head(target, 3).to(torch.bfloat16)
+    made = fused_head(head).module
+    products = [*made.layers[0].native.products, made.lm_head.run.native]
+    assert {(product.struct.bits, product.struct.input_bits) for product in products} == {(8, 8)}
+    assert head.lm_head.weight.dtype == torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 1, 6, 128, generator=generator).bfloat16()
+    with torch.no_grad():
+        found, expected = (part.logits(part(*states)) for part in (made, head))
+    assert apart(found, expected) < 0.05

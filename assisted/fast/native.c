@@ -777,7 +777,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         groups_of(p, x, 0, n * groups, scratch = own);
     }
 #ifdef TILED
-    if (p->input_bits == 16 || n > (p->bits == 8 ? MOST : ALONE)) {
+    if (p->input_bits == 16 || (p->bits == 4 && n > ALONE)) {
         for (int64_t c = 0; c < n; c += BLOCKS * TILE) {
             const int64_t to = c * p->outputs, columns = n - c < BLOCKS * TILE ? n - c : BLOCKS * TILE;
             configure(columns < TILE ? (int)columns : TILE, p->input_bits == 8);
@@ -793,11 +793,12 @@ static void product(const Product *p, const number *x, int64_t n, const number *
 #endif
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p->outputs / (TILE * TILES); t++)
-        for (int64_t c = 0; c < n; c += MOST) {
-            const int64_t to = c * p->outputs;
+        for (int64_t c = 0, left = (n + MOST - 1) / MOST; left; left--) {
+            const int64_t to = c * p->outputs, columns = (n - c + left - 1) / left; /* about as many each time */
             two_tiles(
                 p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups * numbers, residual ? residual + to : NULL, y + to,
-                n - c < MOST ? (int)(n - c) : MOST);
+                (int)columns);
+            c += columns;
         }
 }
 

@@ -12,9 +12,10 @@
 typedef float Sums[TILE][TILES * TILE];
 enum { OF_SUMS = TILES * TILE * sizeof(float) };
 
-/* Inputs whose weights are expanded at once; the most blocks of a product; and the most columns for which integer products without
-   tiles, which find the same, take less time, where weights have 4 bits. */
-enum { CHUNK = 256, BLOCKS = 16, ALONE = 4 };
+/* Inputs whose weights are expanded at once; the most blocks of a product; and the most columns for which integer products of
+   weights with 4 bits take less time without tiles, which find the same. Those of 8 bits always do: groups are as wide as half a
+   tile, and adding up their sums takes longer than tiles save. */
+enum { CHUNK = 256, BLOCKS = 16, ALONE = 64 };
 
 /* Asks the system for the right to use tiles, which it grants a whole process. */
 int may_use_tiles(void) {
@@ -151,17 +152,6 @@ INLINE void add_group_of_8(
     }
 }
 
-/* The same with weights of 8 bits, in the order of `accumulate8of8`. */
-INLINE void add_group_8of8(Sums part, Sums sums, const Rounded *x, int64_t groups, int columns) {
-    for (int c = 0; c < columns; c++) UNROLLED for (int t = 0; t < TILES; t++) {
-        float *to = sums[c] + t * TILE;
-        const Rounded *own = x + c * groups;
-        const __m512i zero = _mm512_set1_epi32(-ZERO8 * own->whole);
-        const __m512 found = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(part[c] + t * TILE), zero));
-        _mm512_store_ps(to, _mm512_fmadd_ps(found, _mm512_set1_ps(own->scale), _mm512_load_ps(to)));
-    }
-}
-
 /* What `blocks_of` knows of two tiles and its columns. */
 typedef struct {
     const Product *p;
@@ -184,14 +174,12 @@ INLINE void add_wide(const Blocks *s, const bf16 *weights, int64_t from, int64_t
     put_sums(sums[b], sums[b + 1], both);
 }
 
-/* The same where groups have scales: those of weights with 4 bits, or of inputs with 8. own: the packed weights of these groups;
-   expanded: of `expand`, or own. */
+/* The same for weights of 4 bits, whose groups have scales. own: the packed weights of these groups; expanded: of `expand`. */
 INLINE void add_narrow(
     const Blocks *s, const uint8_t *own, const bf16 *expanded, int64_t from, int64_t to, Sums *sums, int b, int both) {
     _Alignas(LINE) Sums part[2];
     const int64_t inputs = s->p->inputs, one = s->begin[b], two = s->begin[b + both - 1];
-    const int64_t apart = s->p->bits == 8 ? BYTES8 / sizeof(bf16) : GROUP * TILES * TILE;
-    for (int64_t g = from; g < to; g++, own += BYTES4, expanded += apart) {
+    for (int64_t g = from; g < to; g++, own += BYTES4, expanded += GROUP * TILES * TILE) {
         const uint8_t *beside = own + TILES * LINES * LINE;
         begin_sums(both);
         if (s->p->input_bits == 16) {
@@ -208,10 +196,7 @@ INLINE void add_narrow(
             put_sums(part[0], part[1], both);
             for (int i = 0; i < both; i++) {
                 const Rounded *of_block = x + s->begin[b + i] * s->groups;
-                if (s->p->bits == 8)
-                    add_group_8of8(part[i], sums[b + i], of_block, s->groups, s->columns);
-                else
-                    add_group_of_8(beside, part[i], sums[b + i], of_block, s->groups, s->columns);
+                add_group_of_8(beside, part[i], sums[b + i], of_block, s->groups, s->columns);
             }
         }
     }
@@ -225,7 +210,7 @@ static void blocks_of(
     Blocks s = {.p = p, .x = x, .of_groups = of_groups, .groups = p->inputs / GROUP, .columns = n < TILE ? (int)n : TILE};
     const int blocks = (int)((n + TILE - 1) / TILE);
     for (int b = 0; b < blocks; b++) s.begin[b] = b < blocks - 1 ? b * TILE : n - s.columns;
-    const int by_groups = p->bits == 4 || p->input_bits == 8, expands = p->bits == 4 || (p->bits == 8 && p->input_bits == 16);
+    const int by_groups = p->bits == 4, expands = p->bits != 16;
     if (by_groups) memset(sums, 0, blocks * sizeof(Sums));
     const uint8_t *weights = weights_of(p, first);
     const int64_t bytes = p->bits == 4 ? BYTES4 : GROUP * TILES * TILE * p->bits / 8; /* of a group */

@@ -326,6 +326,9 @@ INLINE void accumulate4of8(
     for (int64_t g = 0; g < groups; g++) {
         __m512i part[TILES][MOST];
         UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_si512();
+#ifdef TILED
+        UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(weights + g * BYTES4 + line);
+#endif
         UNROLLED for (int j = 0; j < 4; j++) {
             __m512i low[TILES], high[TILES];
             UNROLLED for (int t = 0; t < TILES; t++) {

@@ -60,14 +60,15 @@ def assert_same(found, expected):
             assert theirs.below[node] == (first, pytest.approx(sure, abs=1e-4))
 
 
+@pytest.mark.parametrize("length", [5, Confidence(0.1)])
 @pytest.mark.parametrize("kind", FORMS)
-def test_trees_are_those_that_grow_in_python(kind, target, monkeypatch):
+def test_trees_are_those_that_grow_in_python(kind, length, target, monkeypatch):
     """Of several rounds, whose outcomes change the rates; and in a second call."""
     ids = torch.arange(5, 25)[None]
-    calls, grow = [], head_steps.TreeInC.grow
-    monkeypatch.setattr(head_steps.TreeInC, "grow", lambda tree: calls.append(0) or grow(tree))
+    calls, read = [], head_steps.TreeInC.read
+    monkeypatch.setattr(head_steps.TreeInC, "read", lambda tree: calls.append(0) or read(tree))
     plain = said_by(target, input_ids=ids, **CALL)
-    one, two = pair_of(target, kind), pair_of(target, kind)
+    one, two = pair_of(target, kind, length), pair_of(target, kind, length)
     for _ in range(2):
         text, found = trees(monkeypatch, one, ids, in_c=True)
         assert calls
@@ -120,13 +121,22 @@ def test_chains_are_those_of_single_steps(target, monkeypatch):
     assert len(drafts[0]) > 1
 
 
+class Certain(Confidence):
+    """A policy that reads the whole distribution."""
+
+    def start(self, earlier=None):
+        length = super().start(earlier)
+        length.reads_top = False
+        return length
+
+
 def test_where_it_cannot_run_in_c_python_drafts(target, monkeypatch):
     """Processors, policies that ask for probabilities, batches and padding."""
-    monkeypatch.setattr(head_steps.TreeInC, "grow", None)
+    monkeypatch.setattr(head_steps.TreeInC, "read", None)
     ids = torch.arange(5, 25)[None]
     for model, kwargs in (
         (pair_of(target), {"repetition_penalty": 1.2}),
-        (pair_of(target, draft_length=Confidence(0.3)), {}),
+        (pair_of(target, draft_length=Certain()), {}),
     ):
         text = model.generate(ids, **CALL, **kwargs)
         assert torch.equal(text, said_by(target, input_ids=ids, **CALL, **kwargs))

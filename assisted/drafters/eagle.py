@@ -401,11 +401,11 @@ class EagleDrafting(HeadDrafting):
         return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
     def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
-        if not self.call.distribution.processors and not self.call.length.needs_q:
-            limits = self.limits(depth)
+        length, limits = self.call.length, self.limits(depth)
+        if not self.call.distribution.processors and (length.reads_top or not length.needs_q):
             tree = runner.tree(state, shape_of(limits, self.rates))
             if tree is not None:
-                return self.best_of(grow_in_c(tree, text, self.goes_on), limits.nodes)
+                return self.best_of(grow_in_c(tree, text, length, self.goes_on), limits.nodes)
         reader = LevelReader(runner, state, depth * self.drafter.top_k)
         return self.draft_tree(reader, reader.logits(), text, depth)
 

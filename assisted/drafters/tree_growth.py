@@ -18,6 +18,7 @@ from ..distribution import probabilities
 from ..drafts import Draft
 from ..engine.tree_reader import NodeReader
 from ..fast.head_steps import Shape, TreeInC
+from ..lengths.base import Length
 from ..lengths.rates import EDGES, Rates
 from ..text import Text
 from .base import Call
@@ -189,10 +190,17 @@ def shape_of(limits: Limits, rates: Rates) -> Shape:
     return Shape(sizes, *rates.fitted(), EDGES, rates.ranks)
 
 
-def grow_in_c(tree: TreeInC, text: Text, goes_on: Callable[[Growing], bool]) -> Growing:
+def grow_in_c(tree: TreeInC, text: Text, length: Length, goes_on: Callable[[Growing], bool]) -> Growing:
     """`grow` of one row, `by_level`, by a head in C. Raises as `grow`."""
     grown = Growing(text, [], [], [])
-    while tree.grow() and goes_on(grown):
+    while True:
+        sure = tree.read()
+        if math.isnan(sure) and not grown.forwards:
+            raise FloatingPointError("the draft's logits are not a number")
+        if length.needs_q and not length.go_on(grown.forwards, torch.tensor([[sure]])).item():
+            break
+        if not tree.add() or not goes_on(grown):
+            break
         grown.forwards += 1
     grown.offers = [Offers(**tree.found())]
     return grown

@@ -211,18 +211,17 @@ class TreeInC:
         )
         self.address, self.columns = ctypes.addressof(self.struct), head._pass(beam, capacity, position)
 
-    def grow(self) -> int:
-        """Read a level, at first none, and add the candidates after its nodes. Returns how many nodes can be read next.
-
-        Raises FloatingPointError if the logits after the text contain NaN.
-        """
+    def read(self) -> float:
+        """Read a level, at first none, and find the candidates after its nodes. Returns the probability of the most probable one
+        after the best node, which is NaN if a logit is."""
         of_stores = (store.data_ptr() for store in self.stores)
-        head = self.head
-        width: int = head.library.grow(
-            head.address, ctypes.addressof(self.columns), self.address, *of_stores, self.capacity
-        )
-        if width < 0:
-            raise FloatingPointError("the draft's logits are not a number")
+        head, columns = self.head, ctypes.addressof(self.columns)
+        sure: float = head.library.read_level(head.address, columns, self.address, *of_stores, self.capacity)
+        return sure
+
+    def add(self) -> int:
+        """Add these candidates. Returns how many nodes can be read next."""
+        width: int = self.head.library.add_level(self.head.address, self.address)
         return width
 
     def found(self) -> dict[str, Any]:
@@ -230,7 +229,7 @@ class TreeInC:
         count = self.struct.found
         tokens, parents, depths, _, children = self.nodes[:, :count].tolist()
         scores, sure = self.scores[:count].tolist(), self.sure[:count].tolist()
-        firsts = {-1: 0} | {node: first for node, first in enumerate(children) if first >= 0}
+        firsts = ({-1: 0} if count else {}) | {node: first for node, first in enumerate(children) if first >= 0}
         return {
             "tokens": tokens,
             "parents": parents,

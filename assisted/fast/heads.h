@@ -147,9 +147,9 @@ static void read_nodes(const Head *h, const Pass *s, Tree *t, number *keys, numb
     t->read += t->width;
 }
 
-/* Reads a level of the tree, at first none, and adds the candidates after its nodes. Returns how many nodes can be read next; -1 if
-   the logits after the text are not numbers. s: of the position after the text; cosines and sines of the next ones follow. */
-int64_t grow(const Head *h, const Pass *s, Tree *t, number *keys, number *values, int64_t capacity) {
+/* Reads a level of the tree, at first none, and finds the candidates after its nodes. Returns the probability of the first one, which
+   is not a number if a logit is not. s: of the position after the text; cosines and sines of the next ones follow. */
+float read_level(const Head *h, const Pass *s, Tree *t, number *keys, number *values, int64_t capacity) {
     const int64_t n = t->width ? t->width : 1, outputs = h->output.outputs, from = t->found;
     if (t->width) read_nodes(h, s, t, keys, values, capacity);
     logits_of_head(h, t->states, n, t->space, t->logits, t->scratch, (int)s->threads);
@@ -158,7 +158,12 @@ int64_t grow(const Head *h, const Pass *s, Tree *t, number *keys, number *values
 #pragma omp parallel for schedule(static) num_threads(s->threads)
     for (int64_t c = 0; c < n; c++)
         most_probable(t->logits + c * outputs, h->vocabulary, t->candidates, which + c * t->candidates, sure + c * t->candidates);
-    if (!t->width && !(sure[0] >= 0)) return -1;
+    return sure[0];
+}
+
+/* Adds the candidates that `read_level` has found to the tree. Returns how many nodes can be read next. */
+int64_t add_level(const Head *h, Tree *t) {
+    const int64_t n = t->width ? t->width : 1, from = t->found;
     for (int64_t c = 0; c < n; c++) {
         const int64_t above = t->width ? t->reading[c] : -1;
         if (above >= 0) t->children[above] = t->found;

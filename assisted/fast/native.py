@@ -120,10 +120,10 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
         library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
         library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
-        library.grow.argtypes = [*[c_void_p] * 5, c_int64]
+        library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
         for run in (library.multiply, library.layers, library.norms, library.step_of_head, library.logits_of_head):
             run.restype = None
-        library.grow.restype = c_int64
+        library.read_level.restype, library.add_level.restype = c_float, c_int64
         return library, ""
     return None, reason
 

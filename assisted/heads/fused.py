@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -206,7 +207,7 @@ class EagleHeadSteps(HeadSteps):
         tree = self.tree(state, cache, first, shape)
         if tree is None:
             return None
-        while tree.grow():
+        while not math.isnan(tree.read()) and tree.add():
             pass
         return tree.nodes[:1, :count], tree.sure[None, :count]
 

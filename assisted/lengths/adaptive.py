@@ -119,7 +119,7 @@ class Adaptive:
 
 
 class _Adaptive(Length):
-    needs_q = True
+    needs_q = reads_top = True
 
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy

@@ -22,6 +22,9 @@ class Length:
     needs_q = False
     """Whether `go_on` reads the distribution. Otherwise the draft is spared a softmax and a synchronisation."""
 
+    reads_top = False
+    """Whether `go_on` reads no more of q than each row's largest probability. A draft that runs in C then passes only that."""
+
     is_limit = False
     """Whether `budget` is a number of the caller's, which tokens that a grammar forces may not exceed either."""
 

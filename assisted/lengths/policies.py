@@ -80,7 +80,7 @@ class _Fixed(Length):
 
 
 class _Confidence(Length):
-    needs_q = is_limit = True
+    needs_q = reads_top = is_limit = True
 
     def __init__(self, policy: Confidence):
         self.policy = policy

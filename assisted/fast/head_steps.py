@@ -212,7 +212,7 @@ class TreeInC:
         self.address, self.columns = ctypes.addressof(self.struct), head._pass(beam, capacity, position)
 
     def read(self) -> float:
-        """Read a level, at first none, and find the candidates after its nodes. Returns the probability of the most probable one
+        """Read a level, at first none, and find the candidates after its nodes. Returns the probability of the best one
         after the best node, which is NaN if a logit is."""
         of_stores = (store.data_ptr() for store in self.stores)
         head, columns = self.head, ctypes.addressof(self.columns)

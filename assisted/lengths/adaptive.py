@@ -37,6 +37,7 @@ PAUSE = 4.0
 STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
+_FARTHER = 2  # a batch reads at most so many times the positions that were timed; each of them counts for all rows
 _SLOWEST = 0.5  # weight of a batch's slowest row, for which the call waits; rows that end sooner spare time, too
 _LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
@@ -385,6 +386,8 @@ class _Adaptive(Length):
         verify = self.known.verify
         if not verify.knots:
             return position < self._first_guess()
+        if len(self.unfinished) > 1 and position + 2 > _FARTHER * verify.largest:
+            return False
         draft = self.known.draft
         forward = draft.step if draft.knots else self.draft_cost * verify.at(1)
         # a forward pass advances all rows: time saved in one row counts for its share of the batch

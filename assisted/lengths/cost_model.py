@@ -173,6 +173,11 @@ class Timings:
         """Seconds for this count; beyond the last knot, those of the last. Only once something is known."""
         return self.seconds[min(count, len(self.seconds) - 1)]
 
+    @property
+    def largest(self) -> int:
+        """The largest count that was timed lately or is given; 0 while nothing is known."""
+        return max(self.samples, default=self.knots[-1][0] if self.given else 0)
+
     def each(self, by_count: bool) -> float:
         """Recent mean seconds of a timing, or, by_count, of one of what it counts. Only once something is known."""
         if not self.typical:  # all was measured earlier

@@ -89,10 +89,18 @@ def test_trees_on_other_processors(target, monkeypatch):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_k": 7, "nodes": 5}, {"nodes": 40}])
+OTHERS = {
+    "one candidate": ("plain", {"top_k": 1}),
+    "few nodes": ("plain", {"top_k": 7, "nodes": 5}),
+    "many nodes": ("plain", {"nodes": 40}),
+    "more candidates than draft tokens": ("reduced vocabulary", {"top_k": 50}),
+}
+
+
+@pytest.mark.parametrize("limits", OTHERS)
 def test_trees_of_other_limits(limits, target, monkeypatch):
-    ids = torch.arange(30, 40)[None]
-    one, two = pair_of(target, **limits), pair_of(target, **limits)
+    ids, (kind, options) = torch.arange(30, 40)[None], OTHERS[limits]
+    one, two = pair_of(target, kind, **options), pair_of(target, kind, **options)
     _, found = trees(monkeypatch, one, ids, in_c=True)
     _, expected = trees(monkeypatch, two, ids, in_c=False)
     assert [[offers.best for offers in each] for each, _ in found] == [[o.best for o in each] for each, _ in expected]

@@ -165,8 +165,9 @@ class TreeInC:
         position: int,
         shape: Shape,
     ):
-        depth, beam, self.candidates, nodes, room = shape.limits
-        size, capacity, most = head.hidden, stores[0].shape[2], self.candidates * (1 + room)
+        depth, beam, candidates, nodes, room = shape.limits
+        self.candidates = candidates = min(candidates, head.vocabulary)
+        size, capacity, most = head.hidden, stores[0].shape[2], candidates * (1 + room)
         self.head, self.stores, self.capacity = head, stores, capacity
         self.nodes = torch.empty(len(_OF_NODES), most, dtype=torch.int64)
         self.scores, self.sure = torch.empty(most, dtype=torch.float64), torch.empty(most)
@@ -190,7 +191,7 @@ class TreeInC:
         )
         ids, places, starts, reading, slots = laid_out(indices, beam, beam, beam + 1, beam)
         self.struct = _Tree(
-            *shape.limits,
+            *(depth, beam, candidates, nodes, room),
             *map(ctypes.addressof, rates),
             shape.ranks,
             len(shape.edges) + 1,

@@ -37,6 +37,8 @@ _PREFIX_FREE = processors(
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
+# Of these, those that treat all tokens alike.
+_BY_RANK = _PREFIX_FREE - processors("SuppressTokensLogitsProcessor")
 # These forbid end tokens in texts that are too short: they depend on the length of the prefix alone.
 _NOT_YET = processors("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 # Stateless functions of a row's own prefix and scores: they may be called with prefixes that end in drafted tokens.
@@ -124,6 +126,12 @@ class Distribution:
     def in_order(self) -> bool:
         """Whether every committed prefix must be processed once, in order: a processor may depend on more than its prefix."""
         return not all(map(self._is_known, self.processors))
+
+    @functools.cached_property
+    def by_rank(self) -> bool:
+        """Whether scores depend on the logits alone, not on which tokens these are of. Then the distribution over the tokens
+        that a draft knows can be computed without the others."""
+        return all(type(processor) in _BY_RANK for processor in self.processors)
 
     def for_draft(self) -> Distribution:
         """The distribution for drafts: without processors that must see committed prefixes only."""
@@ -220,7 +228,7 @@ class Distribution:
         nodes: Sequence[int],
     ) -> torch.Tensor:
         if type(processor) is TopPLogitsWarper and scores.device.type == "cpu":
-            return _nucleus(processor, ids, scores)
+            return _nucleus(processor, ids, scores, any_of_equal=self.drafts)
         if type(processor) in _PREFIX_FREE:
             return processor(ids[:, :1], scores.flatten(0, 1)).view_as(scores)
         if type(processor) in _NOT_YET:
@@ -264,11 +272,14 @@ def probabilities(scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(scores, -1)
 
 
-def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _nucleus(
+    processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tensor, any_of_equal: bool = False
+) -> torch.Tensor:
     """Top-p on scores [B, k, V] -> [B, k, V]. Searches the nucleus of each row among its most probable tokens first.
 
     The processor sorts the whole vocabulary, which takes ten times as long. Only two kinds of rows need that: the nucleus ends
     among equal scores, of which that sort chooses some, or so close to top_p that sums in another order may differ.
+    any_of_equal: for drafts, which may keep others of them: in half precision, many scores are equal.
     """
     flat = scores.flatten(0, 1)
     distribution, found = probabilities(flat), torch.empty_like(flat)
@@ -284,6 +295,8 @@ def _nucleus(processor: TopPLogitsWarper, ids: torch.Tensor, scores: torch.Tenso
         kept[:, : processor.min_tokens_to_keep] = True
         ends = kept[:, :-1] & ~kept[:, 1:] & (top[:, :-1] > top[:, 1:])  # NaN has no end
         sure = ends.any(-1) & ((before - processor.top_p).abs() > uncertain).all(-1)
+        if any_of_equal:
+            sure = kept[:, 0] & ~kept[:, -1]
         left = top.masked_fill(~kept, processor.filter_value)
         found[rows] = torch.full_like(flat[rows], processor.filter_value).scatter_(-1, at, left)
         rows = rows[~sure]

@@ -357,6 +357,20 @@ def test_the_vocabulary_is_not_sorted_for_a_nucleus(monkeypatch):
     assert 1 <= found.isfinite().sum(-1).max() < 256
 
 
+def test_of_equal_scores_a_draft_keeps_any(monkeypatch):
+    """As many as the processor, of which it chooses others, without sorting the vocabulary."""
+    scores = (4 * torch.randn(1, 3, 2000, generator=torch.Generator().manual_seed(1))).round()
+    own = Distribution(LogitsProcessorList([hf.TopPLogitsWarper(0.95)]), True)
+    given = torch.ones(1, 1), [1], scores, drafted()
+    expected = own.scores(*given, nodes=[-1, 0, 1])
+    assert expected.isfinite().sum(-1).max() < 256
+    monkeypatch.setattr(hf.TopPLogitsWarper, "__call__", None)
+    with pytest.raises(TypeError):
+        own.scores(*given, nodes=[-1, 0, 1])
+    found = own.for_draft().scores(*given, nodes=[-1, 0, 1])
+    assert torch.equal(found.sort(-1).values, expected.sort(-1).values)
+
+
 @pytest.mark.parametrize("kind", [hf.TopPLogitsWarper, hf.RepetitionPenaltyLogitsProcessor])
 def test_rows_that_have_ended_are_no_work(kind, monkeypatch):
     """They keep their logits; the others get the scores that they have in company."""

@@ -9,6 +9,7 @@ from test_native import LLAMA, needed
 from transformers import LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle
+from assisted.distribution import Distribution
 from assisted.drafters.eagle import HeadDrafting
 from assisted.engine.agreement import apart
 from assisted.fast import head_steps
@@ -104,6 +105,21 @@ def test_trees_of_other_limits(limits, target, monkeypatch):
     _, found = trees(monkeypatch, one, ids, in_c=True)
     _, expected = trees(monkeypatch, two, ids, in_c=False)
     assert [[offers.best for offers in each] for each, _ in found] == [[o.best for o in each] for each, _ in expected]
+
+
+@pytest.mark.parametrize("length", [4, Confidence(0.2)])
+def test_sampled_chains_of_a_reduced_vocabulary(length, target, monkeypatch):
+    """The distribution over the tokens that the head knows is the one over all, and so are the tokens drawn from it."""
+    texts = []
+    for by_rank in (True, False):
+        if not by_rank:
+            monkeypatch.setattr(Distribution, "by_rank", False)
+        model = pair_of(target, "reduced vocabulary", length)
+        torch.manual_seed(0)
+        kwargs = {**CALL, "do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+        texts.append((model.generate(torch.arange(5, 25)[None], **kwargs).tolist(), model.report.drafted))
+    assert texts[0] == texts[1]
+    assert texts[0][1] > 10
 
 
 def test_chains_are_those_of_single_steps(target, monkeypatch):

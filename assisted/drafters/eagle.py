@@ -416,8 +416,13 @@ class EagleDrafting(HeadDrafting):
             self.broken = best.isnan().any()
             return Draft(tokens, best.isfinite().cumprod(1).sum(1))
 
+        head, entries = runner.head, None
+        if head.d2t is not None and head.config.vocab_size <= self.size:
+            entries = head.draft_tokens.to(text.ids.device)
+
         def logits() -> torch.Tensor:
-            return self.fitted(runner.head.over_all(runner.logits(state)), text)
+            found = runner.logits(state)
+            return self.fitted(head.over_all(found), text) if entries is None else found.to(text.ids.device)
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal state
@@ -425,7 +430,7 @@ class EagleDrafting(HeadDrafting):
             runner.cache.commit([1] * text.rows)
             return logits()
 
-        return self.draft_chain(text, budget, logits(), read)
+        return self.draft_chain(text, budget, logits(), read, entries)
 
     def _greedy_count(self, budget: int) -> int | None:
         """How many tokens a draft has, at most `budget`, if that can be decided before any is drafted and each is the most

@@ -11,7 +11,7 @@ from .. import acceptance
 from ..distribution import probabilities
 from ..drafts import Draft
 from ..engine.host import on_device
-from ..engine.kept import over_all
+from ..engine.kept import Entries
 from ..engine.runner import CachedModel
 from ..text import Text
 from .base import Call, Drafting
@@ -21,9 +21,8 @@ class ChainDrafting(Drafting):
     """A drafting that chooses one token after the other with the call's distribution."""
 
     def __init__(self, call: Call):
-        self.call = call
-        # one bool: whether the last round had NaN logits; read in the next round, to avoid waiting
-        self.broken: torch.Tensor | None = None
+        self.call, self.entries = call, Entries()  # entries: of the logits in `draft_chain`
+        self.broken: torch.Tensor | None = None  # one bool: the last round had NaN logits; read in the next one
 
     def readable(self, ids: torch.Tensor) -> torch.Tensor:
         """The target's ids as the model reads them."""
@@ -44,62 +43,45 @@ class ChainDrafting(Drafting):
         return self.call.length.run_again(position)
 
     def draft_chain(
-        self,
-        text: Text,
-        budget: int,
-        logits: torch.Tensor,
-        read: Callable[[torch.Tensor], torch.Tensor],
-        entries: torch.Tensor | None = None,
+        self, text: Text, budget: int, logits: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
     ) -> Draft:
         """Draft at most `budget` tokens per row. The model reads a token only if another one may follow.
 
         logits: [B, V] after the committed text, on the text's device. read: maps tokens [B, 1] to the next such logits.
-        entries: [N] int64, if logits are [B, N]: the tokens that these are of.
 
         Raises FloatingPointError if the last round's logits contained NaN.
         """
         self.require_numbers()
         distribution, length = self.call.distribution, self.call.length
-        known = entries
-        if known is not None and not distribution.by_rank:
-            logits, entries = over_all(logits, known, self.size), None
-
-        def over_size(q: torch.Tensor) -> torch.Tensor:
-            """Probabilities of all tokens."""
-            return q if entries is None else q.new_zeros(len(q), self.size).index_copy_(1, entries, q)
-
         going = [not ended for ended in text.ended]
         wanted_of = [0] * text.rows  # number of tokens to propose, per row
         tokens: list[torch.Tensor] = []
         distributions: list[torch.Tensor] = []
         best: list[torch.Tensor] = []
         for position in range(budget):
-            scores = logits
+            scores = self.entries.logits(logits)
             if distribution.processors or distribution.do_sample:
                 chain = _chain(text, tokens if distribution.processors else [])
-                of_last = logits[:, None], chain, text.unfinished, [chain.width - 1]
+                of_last = scores[:, None], chain, text.unfinished, [chain.width - 1]
                 scores = distribution.scores(text.ids, text.lengths, *of_last)[:, 0]
             score, token = scores.max(-1, keepdim=True)
             best.append(score)
             q = probabilities(scores) if distribution.do_sample or length.needs_q else None
             if q is not None and length.needs_q:
-                seen = q if length.reads_top else over_size(q)
-                wanted = length.go_on(position, seen, distribution.do_sample).tolist()  # no wait if decided on the host
+                wanted = length.go_on(
+                    position, self.entries.q(q), distribution.do_sample
+                ).tolist()  # no wait on the host
                 going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
                 if not any(going):
                     break
             if distribution.do_sample and q is not None:
                 token = acceptance.sample(q)[:, None]
-                distributions.append(over_size(q))
-            if entries is not None:
-                token = entries[token]
-            tokens.append(token)
+                distributions.append(self.entries.q(q))
+            tokens.append(self.entries.tokens(token))
             wanted_of = [count + goes for count, goes in zip(wanted_of, going, strict=True)]
             if position + 1 == budget or not self.runs_again(position + 1):
                 break
-            logits = read(token)
-            if known is not None and entries is None:
-                logits = over_all(logits, known, self.size)
+            logits = read(tokens[-1])
         found = torch.cat(best, 1)
         self.broken = found.isnan().any()
         if not tokens:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft, Round
 from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
+from ..engine.kept import Entries
 from ..engine.needs import Needs
 from ..engine.parts import device_of, few_ids, unwrapped
 from ..engine.prepared import PreparedModule
@@ -416,13 +417,13 @@ class EagleDrafting(HeadDrafting):
             self.broken = best.isnan().any()
             return Draft(tokens, best.isfinite().cumprod(1).sum(1))
 
-        head, entries = runner.head, None
+        head, device = runner.head, text.ids.device
         if head.d2t is not None and head.config.vocab_size <= self.size:
-            entries = head.draft_tokens.to(text.ids.device)
+            self.entries = Entries(head.draft_tokens.to(device), self.size, self.call.distribution.by_rank)
 
         def logits() -> torch.Tensor:
             found = runner.logits(state)
-            return self.fitted(head.over_all(found), text) if entries is None else found.to(text.ids.device)
+            return self.fitted(head.over_all(found), text) if self.entries.known is None else found.to(device)
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal state
@@ -430,7 +431,7 @@ class EagleDrafting(HeadDrafting):
             runner.cache.commit([1] * text.rows)
             return logits()
 
-        return self.draft_chain(text, budget, logits(), read, entries)
+        return self.draft_chain(text, budget, logits(), read)
 
     def _greedy_count(self, budget: int) -> int | None:
         """How many tokens a draft has, at most `budget`, if that can be decided before any is drafted and each is the most

@@ -111,3 +111,30 @@ def over_all(logits: Tensor, tokens: Tensor, size: int) -> Tensor:
     full = logits.new_full((*logits.shape[:-1], size), float("-inf"))
     full[..., tokens.to(logits.device)] = logits
     return full
+
+
+class Entries:
+    """The tokens that a draft's logits are of.
+
+    Args:
+        known: [N] int64; None for all.
+        size: of the vocabulary.
+        alike: the distribution treats all tokens alike, so that of these can be computed without the others.
+    """
+
+    def __init__(self, known: Tensor | None = None, size: int = 0, alike: bool = False):
+        self.known, self.size, self.alike = known, size, alike
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[B, N] -> [B, N] if all tokens are treated alike, or else [B, size]."""
+        return logits if self.known is None or self.alike else over_all(logits, self.known, self.size)
+
+    def q(self, q: Tensor) -> Tensor:
+        """Probabilities of these logits -> [B, size]."""
+        if self.known is None or not self.alike:
+            return q
+        return q.new_zeros(len(q), self.size).index_copy_(1, self.known, q)
+
+    def tokens(self, places: Tensor) -> Tensor:
+        """The tokens at places of these logits, any shape."""
+        return places if self.known is None or not self.alike else self.known[places]

@@ -68,9 +68,7 @@ class ChainDrafting(Drafting):
             best.append(score)
             q = probabilities(scores) if distribution.do_sample or length.needs_q else None
             if q is not None and length.needs_q:
-                wanted = length.go_on(
-                    position, self.entries.q(q), distribution.do_sample
-                ).tolist()  # no wait on the host
+                wanted = length.go_on(position, self.entries.q(q), distribution.do_sample).tolist()
                 going = [goes and wants for goes, wants in zip(going, wanted, strict=True)]
                 if not any(going):
                     break

@@ -171,8 +171,9 @@ def test_where_it_cannot_run_in_c_python_drafts(target, monkeypatch):
     assert torch.equal(model.generate(**kwargs), said_by(target, **kwargs))
 
 
-def test_logits_that_are_not_numbers_end_the_drafting(target):
-    model = pair_of(target)
+@pytest.mark.parametrize("tree", [True, False])
+def test_logits_that_are_not_numbers_end_the_drafting(tree, target):
+    model = pair_of(target, tree=tree)
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
         model.drafter.head.lm_head.weight[7, 3] = float("nan")

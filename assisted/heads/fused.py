@@ -207,9 +207,11 @@ class EagleHeadSteps(HeadSteps):
         tree = self.tree(state, cache, first, shape)
         if tree is None:
             return None
-        while not math.isnan(tree.read()) and tree.add():
+        while not (broken := math.isnan(tree.read())) and tree.add():
             pass
-        return tree.nodes[:1, :count], tree.sure[None, :count]
+        tokens, sure, found = tree.nodes[:1, :count], tree.sure[None, :count], tree.struct.found
+        tokens[:, found:], sure[:, found:] = 0, math.nan if broken else -math.inf  # the draft ends before these
+        return tokens, sure
 
     def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
         where = self._place(state[:, None], cache, first, shape.limits[-1])

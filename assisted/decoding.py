@@ -40,14 +40,14 @@ def decode(
     in_lockstep = distribution.in_order or text.in_lockstep or (target.in_lockstep and text.rows > 1)
     rule = judge_in_lockstep if in_lockstep else judge
     earlier = 0 if logits is None else target.cache.known[0] - text.lengths[0]  # columns of a past, not in the text
-    stopwatch = Stopwatch(target.settings)
+    stopwatch, learning = Stopwatch(target.settings), 0.0  # learning: seconds, which the next draft counts as its own
     if logits is not None:
         rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
     while not text.done:
         unfinished = text.unfinished
         if not in_lockstep:
             target.run_only(unfinished)
-        stopwatch.start()
+        stopwatch.start(learning)
         room = target.room([text.lengths[row] + earlier for row in unfinished])
         budget = min(length.budget(unfinished), text.room - 1, room - 1)
         asked = drafting.drafting is not None and budget > 0
@@ -60,6 +60,7 @@ def decode(
         draft_seconds, seconds = stopwatch.laps()
         round = Round(draft, logits, unfinished, asked, *outcome, draft_seconds, seconds, target.states)
         drafting.observe(round)
+        learning = stopwatch.since()
         recorder.see(round)
         length.observe(round)
         if CHECK_INVARIANTS:
@@ -106,13 +107,17 @@ class Stopwatch:
         self.settings = settings
         self.start()
 
-    def start(self) -> None:
-        """Begin the first step."""
-        self.times = [self._now()]
+    def start(self, before: float = 0.0) -> None:
+        """Begin the first step. before: seconds that it has taken already."""
+        self.times = [self._now() - before]
 
     def lap(self) -> None:
         """End a step and begin another one."""
         self.times.append(self._now())
+
+    def since(self) -> float:
+        """Seconds since the last step ended."""
+        return self._now() - self.times[-1]
 
     def laps(self) -> list[float]:
         """Seconds of each step; if several processes work together, those of the slowest one."""

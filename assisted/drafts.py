@@ -195,19 +195,8 @@ class Round:
     ) -> Round:
         """A step without tensors, for testing draft length policies. rows: (drafted, accepted, kept) of each row's chain."""
         drafted, accepted, kept = (list(numbers) for numbers in zip(*rows, strict=True))
-        nothing = torch.empty(len(rows), 1, 0)
-        return Round(
-            draft=Draft.empty(len(rows)),
-            logits=nothing,
-            unfinished=range(len(rows)),
-            asked=asked,
-            drafted=drafted,
-            depths=drafted,
-            accepted=accepted,
-            kept=kept,
-            draft_seconds=draft_seconds,
-            verify_seconds=verify_seconds,
-        )
+        about = Draft.empty(len(rows)), torch.empty(len(rows), 1, 0), range(len(rows)), asked
+        return Round(*about, drafted, drafted, accepted, kept, None, draft_seconds, verify_seconds)
 
     def columns(self, row: int) -> Sequence[int]:
         """The columns of `logits` that a row's new tokens were chosen from."""

@@ -13,6 +13,7 @@ from . import acceptance
 from .distribution import Distribution, probabilities
 from .drafts import Draft, levels
 from .engine.host import on_device, padded
+from .fast.native import top1
 from .text import Text
 
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
@@ -35,7 +36,7 @@ def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: 
     tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
     nodes = verdict = None
     if not distribution.do_sample:
-        choice, invalid = acceptance.top1(scores), torch.zeros_like(scores[..., 0], dtype=torch.bool)
+        choice, invalid = top1(scores), torch.zeros_like(scores[..., 0], dtype=torch.bool)
     else:
         p, invalid = _drawable(scores)
         if distribution.lossy is not None:
@@ -154,7 +155,7 @@ def _choose(
         if draws is not None and do_sample:
             choice = draws.sample(p[:, None], text.lengths)[:, 0]
         else:
-            choice = acceptance.sample(p) if do_sample else acceptance.top1(scores)
+            choice = acceptance.sample(p) if do_sample else top1(scores)
         drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
         held = is_next & drafted & (draft.tokens == choice[:, None])
         # the first of siblings with equal tokens; column 0 if no node has the token

@@ -144,14 +144,14 @@ def test_a_session_goes_on_with_the_same_bits(target: Any, prompts: Any) -> None
 def test_ordinary_passes_do_have_other_bits(prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this guards against: a kernel whose sums depend on the number of columns."""
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=torch.bfloat16)
-    run = native.run
+    run = native.NativeLayers.run
 
-    def wrong(layers: Any, hidden: torch.Tensor, *args: Any, made: Any = None) -> None:
-        run(layers, hidden, *args, made=made)
-        if made is not None and hidden.shape[0] * hidden.shape[1] > 1:
-            made *= 1 + 2**-7
+    def wrong(layers: Any, hidden: torch.Tensor, *args: Any, **found: Any) -> None:
+        run(layers, hidden, *args, **found)
+        if (logits := found.get("logits")) is not None and hidden.shape[0] * hidden.shape[1] > 1:
+            logits *= 1 + 2**-7
 
-    monkeypatch.setattr(native, "run", wrong)
+    monkeypatch.setattr(native.NativeLayers, "run", wrong)
     pair = AssistedModelForCausalLM.from_models(model, draft="suffix", exact="bits")
     with pytest.raises(ValueError, match="differ from those of each"):
         pair.generate(**prompts, max_new_tokens=4)

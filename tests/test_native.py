@@ -237,8 +237,13 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     layers = other.module.model.layers
     assert all(layer.native is not None for layer in layers)
     calls = []
-    run = native.run
-    monkeypatch.setattr(native, "run", lambda *args, **made: calls.append(len(args[0])) or run(*args, **made))
+    run = native.NativeLayers.run
+
+    def counted(own: native.NativeLayers, *args: Any, **made: Any) -> None:
+        calls.append(len(own.layers))
+        run(own, *args, **made)
+
+    monkeypatch.setattr(native.NativeLayers, "run", counted)
     ids, mask = ids_of(9, 2), torch.ones(2, 9, dtype=torch.int64)
     mask[0, :4] = 0
     columns, tree = ids_of(6, 2, seed=1), PARENTS.repeat(2, 1)

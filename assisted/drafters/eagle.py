@@ -393,7 +393,7 @@ class EagleDrafting(HeadDrafting):
         self.unread = []
         if masks is not None:
             return runner.read_ahead(tokens, runner.head.fuse(features), counts, masks)
-        return runner.read(tokens, runner.head.fuse(features), counts)
+        return runner.read(tokens, runner.fuse(features), counts)
 
     def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
         """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""

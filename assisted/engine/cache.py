@@ -138,6 +138,7 @@ class SlotCache(Cache):
         self.places: slice | list[int] = slice(None)  # the rows whose prompt is being read,
         self.first = 0  # starting at this column
         self.alike = False  # columns are computed in the same way however many come along, for `exact="bits"`
+        self.move: Callable[[Sequence[torch.Tensor], torch.Tensor], bool] | None = None  # see `PreparedModule`
         self.top = 0
         self.row_index = torch.arange(rows)[:, None]  # of the last forward pass
 
@@ -353,6 +354,8 @@ class SlotCache(Cache):
         ]
         if moves and (stores := self.stores):
             moved = on_device(list(zip(*moves, strict=True)), stores[0].device)
+            if self.move is not None and self.move(stores, moved):
+                return
             for store in stores:
                 place, target, source = moved.to(store.device)
                 store[place, :, target] = store[place, :, source]

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from ..drafts import Draft
+from .host import on_device
+
+_FEW = 2048  # numbers of a mask between nodes
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,15 @@ class Masks:
         """
         slots = torch.arange(top, device=known.device)
         where = known + depths  # [R, n]: a column's index in its row's text
+        places = slots  # a chain fills its slots in text order
         if draft is None or draft.parents is None:
-            places = slots  # a chain fills its slots in text order
             seen = slots <= where[:, :, None]
         else:
             columns = known + torch.arange(depths.shape[1], device=known.device)
-            places = slots.repeat(len(known), 1).scatter(1, columns, where)[:, None]
+            if any(self.windows.values()):
+                places = slots.repeat(len(known), 1).scatter(1, columns, where)[:, None]
             seen = (slots < known)[:, None].repeat(1, depths.shape[1], 1)
-            seen = seen.scatter(2, columns[:, None].expand(-1, depths.shape[1], -1), column_ancestors(draft))
+            seen.scatter_(2, columns[:, None].expand(-1, depths.shape[1], -1), column_ancestors(draft))
         if visible is not None:
             hidden = min(visible.shape[1], top)
             seen = seen.clone()
@@ -84,11 +88,33 @@ def column_depths(draft: Draft | None, width: int, device: torch.device) -> torc
     """Depth of each column of a forward pass; the last committed token has depth 0. Returns [B or 1, n]."""
     if draft is None or draft.parents is None:
         return torch.arange(width, device=device)[None]
+    if (rows := _parents(draft)) is not None:
+        for above in rows:
+            for node, parent in enumerate(above):
+                above[node] = above[parent] + 1 if parent >= 0 else 1
+        return on_device([[0, *depths] for depths in rows], device)
     return torch.nn.functional.pad(draft.depths(), (1, 0)).to(device)
 
 
 def column_ancestors(draft: Draft) -> torch.Tensor:
     """Draft.ancestors with the last committed token, an ancestor of every node, as column 0. Returns [B, n + 1, n + 1]."""
+    if (rows := _parents(draft)) is not None:
+        made = bytearray()
+        for above in rows:
+            paths = [b"\1" + bytes(draft.width)]
+            for node, parent in enumerate(above, 1):
+                path = paths[parent + 1]
+                paths.append(path[:node] + b"\1" + path[node + 1 :])
+            made += b"".join(paths)
+        return torch.frombuffer(made, dtype=torch.bool).view(len(rows), draft.width + 1, -1)
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True
     return seen
+
+
+def _parents(draft: Draft) -> list[list[int]] | None:
+    """The parents of a few nodes on the host, where lists take less time than many small operations; None for others."""
+    parents, rows = draft.parents, len(draft.tokens)
+    if parents is None or not parents.is_cpu or rows * draft.width**2 > _FEW or torch.compiler.is_compiling():
+        return None
+    return parents.tolist()

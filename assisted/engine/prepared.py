@@ -119,6 +119,8 @@ class PreparedModule:
         run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
         keeps_bits: a column has the same bits whatever else a forward pass computes.
         run_columns: runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`.
+        move: moves columns to earlier slots, given keys and values of all layers and [3, any] int64, the row, target and source
+            of each; returns False if it can't. None: operations of torch move them.
     """
 
     module: Any
@@ -135,6 +137,7 @@ class PreparedModule:
     run_layers: Callable[..., torch.Tensor] = one_by_one
     keeps_bits: bool = False
     run_columns: Callable[..., torch.Tensor] = through_all
+    move: Callable[[Sequence[torch.Tensor], torch.Tensor], bool] | None = None
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

@@ -56,7 +56,7 @@ class CachedModel(Runner):
         self.model: Any = prepared.module
         traits = self.traits = Traits.of(self.model)
         super().__init__(prepared, cache, device_of(self.model), traits.context)
-        self.states = States(prepared.taps, cache)
+        self.states, cache.move = States(prepared.taps, cache), prepared.move
         self.last_only = prepared.last_only
         self.masks = masks
         # whether `prefill` can read after a past: through the whole forward

@@ -21,6 +21,9 @@ class _Head(ctypes.Structure):
         ("output", native.Product),
         *((name, c_void_p) for name in ("embeddings", "token_norm", "state_norm", "end_norm", "tokens")),
         *((name, c_int64) for name in ("vocabulary", "normed_residual", "normed_output")),
+        ("fuse", native.Product),
+        ("tap_norms", c_void_p),
+        ("taps", c_int64),
     )
 
 
@@ -68,6 +71,8 @@ class EagleSteps:
         vocabulary: Vd.
         angles: cosines and signed sines of all positions, [1, P, 1, head size].
         normed_residual, normed_output: as `EagleConfig.norm_before_residual` and `norm_output`.
+        fuse: from features, the target's hidden states side by side, to states; None if `fuse` is not used.
+        tap_norms: weights of the norm of each of these, none if they are not normed.
 
     All of one dtype, on a CPU.
     """
@@ -83,6 +88,8 @@ class EagleSteps:
         angles: tuple[torch.Tensor, torch.Tensor],
         normed_residual: bool,
         normed_output: bool,
+        fuse: NativeProduct | None = None,
+        tap_norms: Sequence[torch.Tensor] = (),
     ):
         self.layer, self.output, self.vocabulary = layer, output, vocabulary
         self.held = tuple(part.contiguous() for part in (embeddings, *norms)), tokens
@@ -90,6 +97,10 @@ class EagleSteps:
         self.hidden, self.dtype, self.library = len(norms[0]), layer.dtype, layer.library
         addresses = (*(part.data_ptr() for part in self.held[0]), None if tokens is None else tokens.data_ptr())
         self.struct = _Head(layer.struct, output.struct, *addresses, vocabulary, normed_residual, normed_output)
+        self.of_features, self.tap_norms = fuse, torch.cat([*tap_norms]) if tap_norms else None
+        if fuse is not None:
+            self.struct.fuse, self.struct.taps = fuse.struct, max(1, len(tap_norms))
+            self.struct.tap_norms = None if self.tap_norms is None else self.tap_norms.data_ptr()
         self.address = ctypes.addressof(self.struct)
         self.room = 0, 0  # columns and slots that there are buffers for
 
@@ -115,13 +126,21 @@ class EagleSteps:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> [..., Vd]."""
-        columns = states.reshape(-1, self.hidden).contiguous()
-        made, room = columns.new_empty(len(columns), self.output.outputs), torch.empty_like(columns)
-        threads = torch.get_num_threads()
-        scratch = torch.empty(threads * self._of_thread(len(columns)))
-        given = (part.data_ptr() for part in (room, made, scratch))
-        self.library.logits_of_head(self.address, columns.data_ptr(), len(columns), *given, threads)
-        return made[:, : self.vocabulary].view(*states.shape[:-1], self.vocabulary)
+        made = self._product(self.library.logits_of_head, self.output, states)
+        return made[..., : self.vocabulary]
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """As `EagleHead.fuse`, [..., F] -> [..., hidden], of a head that was made with `fuse`."""
+        assert self.of_features is not None
+        return self._product(self.library.fuse_features, self.of_features, features)
+
+    def _product(self, run: Any, product: NativeProduct, given: torch.Tensor) -> torch.Tensor:
+        columns, threads = given.reshape(-1, given.shape[-1]).contiguous(), torch.get_num_threads()
+        made, room = columns.new_empty(len(columns), product.outputs), torch.empty_like(columns)
+        scratch = torch.empty(threads * self._of_thread(len(columns), product))
+        parts = (part.data_ptr() for part in (room, made, scratch))
+        run(self.address, columns.data_ptr(), len(columns), *parts, threads)
+        return made.view(*given.shape[:-1], -1)
 
     def tree(
         self, state: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int, shape: Shape
@@ -130,9 +149,9 @@ class EagleSteps:
         node."""
         return TreeInC(self, state, stores, place, position, shape)
 
-    def _of_thread(self, columns: int) -> int:
-        """Numbers that the output's product needs of its inputs, for each thread."""
-        return columns * (self.hidden // native.GROUP) * self.library.of_group
+    def _of_thread(self, columns: int, product: NativeProduct) -> int:
+        """Numbers that a product needs of its inputs, for each thread."""
+        return columns * (product.inputs // native.GROUP) * self.library.of_group
 
     def _pass(self, width: int, capacity: int, position: int) -> native.Pass:
         """The struct of a step over so many columns at most, from a position on."""
@@ -176,7 +195,7 @@ class TreeInC:
         numbers[:size] = state[0]
         indices = torch.empty(beam * (place + depth + 5) + 1, dtype=torch.int64)
         rates = [(c_double * len(part))(*part) for part in (shape.base, shape.slope, shape.edges)]
-        scratch = torch.empty(torch.get_num_threads() * head._of_thread(beam))
+        scratch = torch.empty(torch.get_num_threads() * head._of_thread(beam, head.output))
         self.held = numbers, indices, rates, scratch
 
         def laid_out(buffer: torch.Tensor, *sizes: int) -> list[int]:

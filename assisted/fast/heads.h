@@ -8,7 +8,19 @@ typedef struct {
     const int64_t *tokens;    /* [vocabulary]: the target's tokens that can be drafted; NULL for 0, 1, ... */
     int64_t vocabulary;       /* logits, without padding */
     int64_t normed_residual, normed_output; /* the residual is the normed state; the state is what the last norm returns */
+    Product fuse;             /* from features, the target's hidden states side by side, to states */
+    const number *tap_norms;  /* of each of them, [fuse.inputs]; NULL if they are not normed */
+    int64_t taps;
 } Head;
+
+/* The states [n, hidden] of features [n, fuse.inputs]. room: n * fuse.inputs. scratch: as `multiply`. */
+void fuse_features(
+    const Head *h, const number *features, int64_t n, number *room, number *out, float *scratch, int threads) {
+    const int64_t size = h->fuse.inputs / h->taps;
+    for (int64_t part = 0; h->tap_norms && part < n * h->taps; part++)
+        norm(features + part * size, h->tap_norms + part % h->taps * size, size, h->layer.epsilon, room + part * size);
+    multiply(&h->fuse, h->tap_norms ? room : features, n, out, scratch, threads);
+}
 
 /* The states [width, hidden] after columns of tokens ids and states. Those, and out, may not overlap. room: 3 * width * hidden. */
 void step_of_head(

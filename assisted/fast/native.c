@@ -1058,22 +1058,88 @@ static void layer(
     product(&l->down, narrow, n, middle, out + from * l->hidden, s->scratch, own);
 }
 
+/* What follows the layers of a model: a norm, and a product from which logits result. */
+typedef struct {
+    Product output;
+    const number *weight; /* of the norm */
+} End;
+
 /* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. slots: each layer's
-   keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed. */
+   keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed.
+   end: NULL if there are no logits [columns, outputs]. */
 void layers(
     const Layer *const *each, int64_t count, const Pass *s, const number *hidden, const number *beside, number *const *slots,
-    int64_t capacity, number *out) {
-    const int64_t columns = s->rows * s->width;
+    int64_t capacity, number *out, const End *end, number *logits) {
+    const int64_t columns = s->rows * s->width, size = each[0]->hidden;
 #pragma omp parallel num_threads(s->threads)
-    for (int64_t i = 0; i < count; i++) {
-        number *to = out ? out + i * columns * each[i]->hidden : NULL;
-        for (int64_t from = 0; from < columns; from += s->at_once) {
+    {
+        for (int64_t i = 0; i < count; i++) {
+            number *to = out ? out + i * columns * size : NULL;
+            for (int64_t from = 0; from < columns; from += s->at_once) {
+                const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
+                layer(
+                    each[i], s, i ? to - columns * size : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1], capacity, to,
+                    from, n);
+            }
+        }
+        for (int64_t from = 0; end && from < columns; from += s->at_once) {
             const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
-            layer(
-                each[i], s, i ? to - columns * each[i]->hidden : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1],
-                capacity, to, from, n);
+            const number *last = out + (count - 1) * columns * size;
+#pragma omp for schedule(static)
+            for (int64_t c = 0; c < n; c++)
+                norm(last + (from + c) * size, end->weight, size, each[0]->epsilon, s->buffer + c * size);
+            float *own = s->scratch + omp_get_thread_num() * s->of_thread;
+            product(&end->output, s->buffer, n, NULL, logits + from * end->output.outputs, s->scratch, own);
         }
     }
+}
+
+INLINE int any_of(ints where) {
+    int found = 0;
+    for (int k = 0; k < WIDE; k++) found |= where[k];
+    return found;
+}
+
+/* Of each row of numbers [rows, stride], the index of the highest of the first `size`: the first of equal ones, or of those that are
+   not numbers. */
+void highest(const number *numbers, int64_t rows, int64_t stride, int64_t size, int64_t *found) {
+    enum { PART = 16 * WIDE };
+    for (int64_t r = 0; r < rows; r++) {
+        const number *row = numbers + r * stride;
+        const int64_t end = size / PART * PART;
+        float best = -INFINITY;
+        int64_t of_best = 0, at = 0; /* the part that it is in */
+        for (int wrong = 0; at < end && !wrong; at += PART) {
+            vec most = load(row + at);
+            ints unequal = most != most;
+            UNROLLED for (int i = WIDE; i < PART; i += WIDE) {
+                const vec one = load(row + at + i);
+                most = greater(one, most);
+                unequal |= one != one;
+            }
+            wrong = any_of(unequal);
+            const float own = most_of(most);
+            if (wrong || own > best) best = wrong ? NAN : own, of_best = at;
+        }
+        for (at = end; at < size && best == best; at++) {
+            const float own = number_of(row[at]);
+            if (!(own <= best)) best = own, of_best = at;
+        }
+        while (of_best < size - 1 && number_of(row[of_best]) != best && (best == best || number_of(row[of_best]) == number_of(row[of_best])))
+            of_best++;
+        found[r] = of_best;
+    }
+}
+
+/* Moves columns of slots [rows, heads, capacity, size bytes] to other places, in this order. moves [3, count]: row, to and from. */
+void move(
+    char *const *stores, int64_t number_of, const int64_t *moves, int64_t count, int64_t heads, int64_t capacity, int64_t size) {
+    for (int64_t i = 0; i < number_of; i++)
+        for (int64_t m = 0; m < count; m++)
+            for (int64_t h = 0; h < heads; h++) {
+                char *slots = stores[i] + (moves[m] * heads + h) * capacity * size;
+                memcpy(slots + moves[count + m] * size, slots + moves[2 * count + m] * size, size);
+            }
 }
 
 #include "heads.h"

@@ -269,9 +269,10 @@ class PackedLinear(nn.Linear):
     product: Product
 
     @staticmethod
-    def of(module: nn.Linear) -> PackedLinear:
+    def of(module: nn.Linear, in_8_bits: bool = False) -> PackedLinear:
+        """The same module, whose weight may be copied. in_8_bits: see `Product`."""
         other: Any = object.__new__(PackedLinear)
-        other.__dict__ = {**module.__dict__, "product": Product([module], True)}
+        other.__dict__ = {**module.__dict__, "product": Product([module], True, in_8_bits)}
         return other
 
     @staticmethod

@@ -19,6 +19,7 @@ from ..engine.prepared import PreparedModule
 from ..fast import delta, native
 from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
 from ..fast.head_steps import EagleSteps, Shape, TreeInC
+from ..fast.native import NativeProduct
 from ..fast.products import PackedLinear, Product, may_copy
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
@@ -59,7 +60,7 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
     own[-1].is_last = True
     of_taps = getattr(head, "fc_norm", ())
     children |= {
-        ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
+        ("fc",): PackedLinear.of(head.fc, in_8_bits=True),
         ("norm",): Called(Norm(head.norm)),
         **({("fc_norm",): nn.ModuleList(Called(Norm(norm)) for norm in of_taps)} if of_taps else {}),
         ("layers",): nn.ModuleList(own),
@@ -179,6 +180,10 @@ class HeadSteps:
         """As `HeadRunner.tree`."""
         return None
 
+    def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
+        """As `Head.fuse`; None if that does not run in C."""
+        return None
+
     def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
         """Whether columns can run in C."""
         return delta.fits(states, stores)
@@ -217,6 +222,9 @@ class EagleHeadSteps(HeadSteps):
         where = self._place(state[:, None], cache, first, shape.limits[-1])
         return None if where is None else self.steps.tree(state, *where, shape)
 
+    def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
+        return self.steps.fuse(features) if self.steps.of_features is not None and self._fits(features, ()) else None
+
     def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
         kinds = {states.dtype, *(store.dtype for store in stores)}
         is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
@@ -240,8 +248,19 @@ def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> EagleH
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
     options = layer.norm_before_residual, config.norm_output
     weights = [norm.weight.detach() for norm in norms]
-    steps = EagleSteps(layer.native, weights, output, embeddings, tokens, size, table, *options)
+    steps = EagleSteps(layer.native, weights, output, embeddings, tokens, size, table, *options, *_of_features(other))
     return EagleHeadSteps(layer, steps)
+
+
+def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor]]:
+    """What `EagleHead.fuse` of a fused head needs in C: its product, None where it cannot, and the weights of its norms."""
+    config, product = other.config, other.fc.product.native
+    norms = [norm.run for norm in getattr(other, "fc_norm", ())]
+    sizes = {len(norm.weight) % native.TILE for norm in norms}
+    known = sizes <= {0} and all(type(norm) is Norm and norm.epsilon == config.rms_norm_eps for norm in norms)
+    if config.norm_before_fc or product is None or not known or product.outputs != config.hidden_size:
+        return None, []
+    return product, [norm.weight.detach() for norm in norms]
 
 
 def _embeddings(own: Any, dtype: torch.dtype) -> torch.Tensor | None:

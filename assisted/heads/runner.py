@@ -100,6 +100,11 @@ class HeadRunner(Runner):
             self.state = _last(states, counts)
         return self.state
 
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """As `Head.fuse`."""
+        made: torch.Tensor | None = None if self.steps is None else self.steps.fuse(features)
+        return self.head.fuse(features) if made is None else made
+
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
         """`read`, and so many masks after each row's text, which are not kept; of a P-EAGLE head. Returns the states after the
         text and after each mask, [B, 1 + masks, H]."""

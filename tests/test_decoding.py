@@ -9,8 +9,9 @@ from covering import each_once, over
 from made_tokenizers import characters
 from pairs import said_by
 
-from assisted import AssistedModelForCausalLM
+from assisted import AssistedModelForCausalLM, decoding
 from assisted.drafts import DraftingStopped
+from assisted.engine.prepared import CallSettings
 
 NEW_TOKENS = 24
 WINDOW_CROSSING = {"shorter than window": 5, "longer than window": 20}  # prompt lengths against the windows of 8 tokens
@@ -109,3 +110,21 @@ def test_tokens_that_the_draft_lacks_are_never_drafted():
     model.watch = lambda round: drafted.extend(round.draft.tokens.flatten().tolist())
     model.generate(random_ids(target, 1, 7), max_new_tokens=12, do_sample=False)
     assert drafted and max(drafted) < size
+
+
+def test_a_draft_counts_what_its_drafter_has_learned_before(monkeypatch):
+    """The policy would otherwise believe that drafts cost less than they do."""
+    now = [100.0]
+    monkeypatch.setattr(decoding.time, "perf_counter", lambda: now[0])
+    watch = decoding.Stopwatch(CallSettings())
+    watch.start()
+    for step in (1, 5):
+        now[0] += step
+        watch.lap()
+    assert watch.laps() == [1, 5]
+    now[0] += 3  # the drafter learns
+    watch.start(watch.since())
+    for step in (1, 5):
+        now[0] += step
+        watch.lap()
+    assert watch.laps() == [4, 5]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trees import any_parents, walk
 
 from assisted.drafts import Draft
+from assisted.engine import masks
 
 trees = st.tuples(st.integers(1, 3), st.integers(0, 7)).flatmap(lambda shape: any_parents(*shape))  # [B][n]
 
@@ -40,6 +41,22 @@ def check(draft, parents):
 @given(trees)
 def test_trees(parents):
     check(tree(parents), parents)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trees)
+def test_columns_of_trees(parents):
+    """With the last committed token, an ancestor of all, before them; on the host and by operations."""
+    draft, width = tree(parents), len(parents[0])
+    with pytest.MonkeyPatch.context() as patch:
+        for few in (masks.FEW, -1):
+            patch.setattr(masks, "FEW", few)
+            depths, seen = masks.column_depths(draft, width + 1, "cpu"), masks.column_ancestors(draft)
+            assert depths.tolist() == [[0, *of_row] for of_row in draft.depths().tolist()]
+            assert depths.dtype == torch.int64
+            assert seen[:, :, 0].all()
+            assert not seen[:, 0, 1:].any()
+            assert torch.equal(seen[:, 1:, 1:], draft.ancestors())
 
 
 @pytest.mark.parametrize("width", [0, 1, 5])

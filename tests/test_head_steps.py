@@ -196,10 +196,26 @@ def test_a_head_of_bfloat16_on_other_processors(target):
     test_a_head_of_bfloat16_runs_in_8_bits(target)
 
 
+@pytest.mark.parametrize("kind", [*FORMS, "one norm before it"])
+def test_features_are_fused_as_by_the_head(kind, target):
+    head = random_head(target, 3, **KINDS[kind])
+    if kind == "norms before the fusion":
+        for norm in head.fc_norm:
+            torch.nn.init.normal_(norm.weight, 1.0, 0.3)
+    steps = fused_head(head).module.steps_with(target)
+    features = torch.randn(1, 5, head.fc.in_features, generator=torch.Generator().manual_seed(0))
+    found = steps.fuse(features)
+    if kind in ("one norm before it", "biases"):  # in C, neither a norm of all of them nor the sum
+        assert (found is None) == (kind == "one norm before it")
+    if found is not None:
+        with torch.no_grad():
+            assert torch.allclose(found, head.fuse(features), atol=1e-5)
+
+
 def test_a_head_of_bfloat16_runs_in_8_bits(target):
     head = random_head(target, 3).to(torch.bfloat16)
     made = fused_head(head).module
-    products = [*made.layers[0].native.products, made.lm_head.run.native]
+    products = [*made.layers[0].native.products, made.lm_head.run.native, made.fc.product.native]
     assert {(product.struct.bits, product.struct.input_bits) for product in products} == {(8, 8)}
     assert head.lm_head.weight.dtype == torch.bfloat16
     generator = torch.Generator().manual_seed(0)

@@ -22,7 +22,7 @@ from assisted.engine.agreement import agree
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import find_layers
-from assisted.engine.prepared import one_by_one
+from assisted.engine.prepared import one_by_one, through_all
 from assisted.engine.runner import CachedModel
 from assisted.engine.session import go_on
 from assisted.engine.traits import Traits
@@ -261,6 +261,69 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     assert agree(found[1], found[0], model.dtype)
     if bits == 32:
         assert torch.allclose(found[1], found[0], atol=2e-6)
+
+
+@needed
+@pytest.mark.parametrize("bits", [32, 16, 4.8])
+@torch.no_grad()
+def test_a_whole_model_is_one_call(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the logits of its parts, to the bit; also beside the same model whose norm after the layers is tapped."""
+    model = built("grouped", bits)
+    other = fused.fused(model)
+    columns, tree = ids_of(6, seed=1), Draft(ids_of(5, seed=2), torch.tensor([5]), parents=PARENTS)
+
+    def read(prepared: Any, needs: Needs) -> list[torch.Tensor]:
+        run_ = CachedModel(prepared, SlotCache(1, 64), Traits.of(model).masks, needs)
+        run_.prefill(ids_of(9), None)
+        found = [run_(columns, tree)]
+        run_.commit([2], [[0, 4]])
+        found.append(run_(columns[:, :1]))
+        return [*found, *(run_.states[number] for number in sorted(needs.states))]
+
+    end = Needs.of_states(model, 1, len(find_layers(model).forms))
+    expected = read(replace(other, run_columns=through_all), end)
+    calls, products = [], native.NativeProduct.__call__
+    monkeypatch.setattr(native.NativeProduct, "__call__", lambda *args: calls.append(0) or products(*args))
+    found = read(other, Needs())
+    assert len(calls) == 1  # the prompt's logits
+    assert all(map(torch.equal, found, expected))
+    for _ in range(2):
+        again = read(other, end)
+        assert len(again) == len(expected) == 4
+        assert all(map(torch.equal, again, expected))
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_highest_score_is_the_first_one_that_max_finds(dtype: torch.dtype) -> None:
+    native.loaded(dtype)
+    torch.manual_seed(0)
+    for size in (1, 7, 256, 1000, 50_000):
+        scores = torch.randint(-3, 4, (3, 5, size)).to(dtype)  # most are ties
+        scores[0, 0] = float("-inf")
+        scores[0, 1, size // 2 :] = float("nan")
+        scores[1, 0, size // 3 :] = float("inf")
+        for one in (scores, scores[:, :, : size - size // 5], scores[0, 0], scores.transpose(0, 1), scores[:0]):
+            assert torch.equal(native.top1(one), one.max(-1).indices)
+    scores = torch.randn(2, 3000).to(dtype)
+    assert torch.equal(native.top1(scores.t()[:2]), scores.t()[:2].max(-1).indices)
+
+
+@needed
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_columns_move_to_earlier_slots(dtype: torch.dtype) -> None:
+    native.loaded(dtype)
+    stores = [torch.randn(3, 2, 20, 8).to(dtype) for _ in range(4)]
+    expected = [store.clone() for store in stores]
+    moves = torch.tensor([[0, 0, 2], [5, 6, 1], [6, 9, 4]])
+    for store in expected:
+        place, target, source = moves
+        store[place, :, target] = store[place, :, source]
+    assert native.move(stores, moves)
+    assert all(map(torch.equal, stores, expected))
+    assert not native.move([*stores, torch.randn(3, 2, 20, 4).to(dtype)], moves)  # of other sizes
+    assert not native.move([store.transpose(1, 2) for store in stores], moves)
+    assert all(map(torch.equal, stores, expected))
 
 
 @needed

@@ -12,7 +12,7 @@ import torch
 from ..drafts import Draft
 from .host import on_device
 
-_FEW = 2048  # numbers of a mask between nodes
+FEW = 2048  # numbers of a mask between nodes
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,6 @@ def column_ancestors(draft: Draft) -> torch.Tensor:
 def _parents(draft: Draft) -> list[list[int]] | None:
     """The parents of a few nodes on the host, where lists take less time than many small operations; None for others."""
     parents, rows = draft.parents, len(draft.tokens)
-    if parents is None or not parents.is_cpu or rows * draft.width**2 > _FEW or torch.compiler.is_compiling():
+    if parents is None or not parents.is_cpu or rows * draft.width**2 > FEW or torch.compiler.is_compiling():
         return None
     return parents.tolist()

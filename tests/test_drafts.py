@@ -57,6 +57,13 @@ def test_columns_of_trees(parents):
             assert seen[:, :, 0].all()
             assert not seen[:, 0, 1:].any()
             assert torch.equal(seen[:, 1:, 1:], draft.ancestors())
+            known = torch.tensor([[4], [0], [6]])[: len(parents)]
+            made = masks.Masks(True, {"full": None}, False).made(known, depths, draft, None, 9 + width, torch.float32)
+            expected = torch.zeros(len(parents), width + 1, 9 + width, dtype=torch.bool)
+            for row, length in enumerate(known[:, 0].tolist()):
+                expected[row, :, :length] = True
+                expected[row, :, length : length + width + 1] = seen[row]
+            assert torch.equal(made, expected[:, None])
 
 
 @pytest.mark.parametrize("width", [0, 1, 5])

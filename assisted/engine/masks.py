@@ -46,14 +46,20 @@ class Masks:
         last committed one. visible: [R, any] bool, False at a prompt's padding; None without padding. dtype: of additive
         masks.
         """
-        slots = torch.arange(top, device=known.device)
+        slots = places = torch.arange(top, device=known.device)
         where = known + depths  # [R, n]: a column's index in its row's text
-        places = slots  # a chain fills its slots in text order
+        windowed = any(self.windows.values())
         if draft is None or draft.parents is None:
-            seen = slots <= where[:, :, None]
+            seen = slots <= where[:, :, None]  # a chain fills its slots in text order
+        elif (paths := None if windowed else _paths(draft)) is not None:
+            made = bytearray()
+            for length, of_row in zip(known[:, 0].tolist(), paths, strict=True):
+                before, after = b"\1" * length, bytes(top - length - 1 - draft.width)
+                made += b"".join(before + path + after for path in of_row)
+            seen = torch.frombuffer(made, dtype=torch.bool).view(len(known), -1, top)
         else:
             columns = known + torch.arange(depths.shape[1], device=known.device)
-            if any(self.windows.values()):
+            if windowed:
                 places = slots.repeat(len(known), 1).scatter(1, columns, where)[:, None]
             seen = (slots < known)[:, None].repeat(1, depths.shape[1], 1)
             seen.scatter_(2, columns[:, None].expand(-1, depths.shape[1], -1), column_ancestors(draft))
@@ -98,18 +104,26 @@ def column_depths(draft: Draft | None, width: int, device: torch.device) -> torc
 
 def column_ancestors(draft: Draft) -> torch.Tensor:
     """Draft.ancestors with the last committed token, an ancestor of every node, as column 0. Returns [B, n + 1, n + 1]."""
-    if (rows := _parents(draft)) is not None:
-        made = bytearray()
-        for above in rows:
-            paths = [b"\1" + bytes(draft.width)]
-            for node, parent in enumerate(above, 1):
-                path = paths[parent + 1]
-                paths.append(path[:node] + b"\1" + path[node + 1 :])
-            made += b"".join(paths)
-        return torch.frombuffer(made, dtype=torch.bool).view(len(rows), draft.width + 1, -1)
+    if (paths := _paths(draft)) is not None:
+        made = bytearray(b"".join(path for of_row in paths for path in of_row))
+        return torch.frombuffer(made, dtype=torch.bool).view(len(paths), draft.width + 1, -1)
     seen = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
     seen[:, :, 0] = True
     return seen
+
+
+def _paths(draft: Draft) -> list[list[bytes]] | None:
+    """`column_ancestors` on the host, a byte for each number; None where `_parents` is."""
+    if (rows := _parents(draft)) is None:
+        return None
+    made = []
+    for above in rows:
+        paths = [b"\1" + bytes(draft.width)]
+        for node, parent in enumerate(above, 1):
+            path = paths[parent + 1]
+            paths.append(path[:node] + b"\1" + path[node + 1 :])
+        made.append(paths)
+    return made
 
 
 def _parents(draft: Draft) -> list[list[int]] | None:

@@ -1131,6 +1131,18 @@ void highest(const number *numbers, int64_t rows, int64_t stride, int64_t size, 
     }
 }
 
+/* The slots that columns see, of seen [columns, count], one column after the other, and where each column's begin, [columns + 1]. */
+void list_slots(const uint8_t *seen, int64_t columns, int64_t count, int64_t *slots, int64_t *starts) {
+    int64_t found = starts[0] = 0;
+    for (int64_t c = 0; c < columns; c++) {
+        for (int64_t slot = 0; slot < count; slot++) {
+            slots[found] = slot;
+            found += seen[c * count + slot];
+        }
+        starts[c + 1] = found;
+    }
+}
+
 /* Moves columns of slots [rows, heads, capacity, size bytes] to other places, in this order. moves [3, count]: row, to and from. */
 void move(
     char *const *stores, int64_t number_of, const int64_t *moves, int64_t count, int64_t heads, int64_t capacity, int64_t size) {

@@ -127,22 +127,25 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
         library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
+        library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
         library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 4]
         library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
         library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
         library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
         library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
         library.fuse_features.argtypes = library.logits_of_head.argtypes
-        for name in (
+        run = (
             "multiply",
             "layers",
             "move",
+            "list_slots",
+            "highest",
             "norms",
             "step_of_head",
             "logits_of_head",
             "fuse_features",
-            "highest",
-        ):
+        )
+        for name in run:
             getattr(library, name).restype = None
         _ready[dtype] = library
         library.read_level.restype, library.add_level.restype = c_float, c_int64
@@ -469,8 +472,7 @@ class NativePass:
         width = places.shape[1]
         lists: list[torch.Tensor] = []
         if seen is not None:
-            seen = seen.expand(rows, -1, -1)
-            lists = [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
+            lists = _lists(seen.expand(rows, -1, -1), cos.dtype)
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
         self.most = end - first + 2 * TILE + 1  # a query's weights, rounded up, from the start of a line on
@@ -492,6 +494,18 @@ class NativePass:
             struct.buffer, struct.scratch = (part.data_ptr() for part in self.buffers)
             self.made_for = layer
         return ctypes.addressof(self.struct)
+
+
+def _lists(seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Which slots each column sees, one column after the other, and where a column's begin. seen: [R, n, any] bool."""
+    library = _ready.get(dtype)
+    if library is None:
+        return [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
+    seen = seen.contiguous()
+    columns, slots = seen.shape[0] * seen.shape[1], seen.shape[2]
+    made = torch.empty(columns * slots, dtype=torch.int64), torch.empty(columns + 1, dtype=torch.int64)
+    library.list_slots(seen.data_ptr(), columns, slots, *(part.data_ptr() for part in made))
+    return [*made]
 
 
 def of_thread(layer: NativeLayer, columns: int, slots: int) -> int:

@@ -770,13 +770,14 @@ INLINE void store_in_order(bf16 *to, __m512 low, __m512 high, float share) {
 #endif
 
 /* y [n, outputs] = x [n, inputs] times the weights, within a parallel region. scratch: n * inputs / 32 * most_of_group numbers,
-   shared by all threads; own: a thread's own, as many. For few columns, computing the same in each thread takes less time than waiting. */
+   shared by all threads; own: a thread's own, as many, or NULL if `scratch` has been filled. For few columns, computing the same in
+   each thread takes less time than waiting. */
 static void product(const Product *p, const number *x, int64_t n, const number *residual, number *y, float *scratch, float *own) {
     const int64_t groups = p->inputs / GROUP, numbers = of_group(p);
-    if (n > FEW && numbers) {
+    if (own && n > FEW && numbers) {
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < n; c++) groups_of(p, x, c * groups, (c + 1) * groups, scratch);
-    } else {
+    } else if (own) {
         groups_of(p, x, 0, n * groups, scratch = own);
     }
 #ifdef TILED
@@ -1034,28 +1035,35 @@ static void layer(
     number *middle = seen + n * l->output.inputs, *again = middle + n * l->hidden;
     number *wide = again + n * l->hidden, *narrow = wide + n * 2 * l->inner;
     hidden += from * l->hidden;
+    const int64_t groups = l->hidden / GROUP;
     if (!beside) {
 #pragma omp for schedule(static)
-        for (int64_t c = 0; c < n; c++)
+        for (int64_t c = 0; c < n; c++) {
             norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+            groups_of(&l->heads, normed, c * groups, (c + 1) * groups, s->scratch);
+        }
     }
-    product(&l->heads, beside ? beside + from * l->heads.inputs : normed, n, NULL, heads, s->scratch, own);
+    product(&l->heads, beside ? beside + from * l->heads.inputs : normed, n, NULL, heads, s->scratch, beside ? own : NULL);
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
     if (!out) return;
     attend_all(l, s, heads, keys, values, capacity, seen, from, n);
     product(&l->output, seen, n, hidden, middle, s->scratch, own);
 #pragma omp for schedule(static)
-    for (int64_t c = 0; c < n; c++)
+    for (int64_t c = 0; c < n; c++) {
         norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->epsilon, again + c * l->hidden);
-    product(&l->gate_up, again, n, NULL, wide, s->scratch, own);
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n * l->inner / WIDE; i++) {
-        const int64_t c = WIDE * i / l->inner, at = WIDE * i % l->inner;
-        const number *gate = wide + c * 2 * l->inner + at;
-        store(narrow + c * l->inner + at, rounded(silu(load(gate))) * load(gate + l->inner));
+        groups_of(&l->gate_up, again, c * groups, (c + 1) * groups, s->scratch);
     }
-    product(&l->down, narrow, n, middle, out + from * l->hidden, s->scratch, own);
+    product(&l->gate_up, again, n, NULL, wide, s->scratch, NULL);
+#pragma omp for schedule(static)
+    for (int64_t g = 0; g < n * l->inner / GROUP; g++) {
+        const int64_t c = GROUP * g / l->inner, at = GROUP * g % l->inner;
+        const number *gate = wide + c * 2 * l->inner + at;
+        UNROLLED for (int i = 0; i < GROUP; i += WIDE)
+            store(narrow + g * GROUP + i, rounded(silu(load(gate + i))) * load(gate + l->inner + i));
+        groups_of(&l->down, narrow, g, g + 1, s->scratch);
+    }
+    product(&l->down, narrow, n, middle, out + from * l->hidden, s->scratch, NULL);
 }
 
 /* What follows the layers of a model: a norm, and a product from which logits result. */
@@ -1086,10 +1094,11 @@ void layers(
             const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
             const number *last = out + (count - 1) * columns * size;
 #pragma omp for schedule(static)
-            for (int64_t c = 0; c < n; c++)
+            for (int64_t c = 0; c < n; c++) {
                 norm(last + (from + c) * size, end->weight, size, each[0]->epsilon, s->buffer + c * size);
-            float *own = s->scratch + omp_get_thread_num() * s->of_thread;
-            product(&end->output, s->buffer, n, NULL, logits + from * end->output.outputs, s->scratch, own);
+                groups_of(&end->output, s->buffer, c * size / GROUP, (c + 1) * size / GROUP, s->scratch);
+            }
+            product(&end->output, s->buffer, n, NULL, logits + from * end->output.outputs, s->scratch, NULL);
         }
     }
 }

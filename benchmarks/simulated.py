@@ -11,6 +11,7 @@ A figure is the speedup over the baseline, the mean over the scenario's texts.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import random
@@ -126,6 +127,15 @@ def scenarios() -> dict[str, Scenario]:
             found[f"batch of 8, busy, short calls, {'warm' if warm else 'cold'}, {name}"] = short(
                 busy, source, warm, 48, 6, rows=8, asks=False, found=0.5
             )
+    for every in (50.0, 300.0):
+        for machine, pair in list(MACHINES.items())[:3]:
+            changing = dataclasses.replace(pair, slow=1.7, turns=every)
+            for name in ("switching", "confidence uninformative"):
+                found[f"speed changes every {every:g} rounds, {name}, {machine}"] = steady(changing, SOURCES[name])
+            found[f"speed changes every {every:g} rounds, short calls, warm, {machine}"] = short(
+                changing, SOURCES["switching"], True
+            )
+            found[f"speed changes every {every:g} rounds, hopeless, {machine}"] = steady(changing, HOPELESS)
     found["short calls, expensive positions"] = short(Pair(0.05, 0.6), SOURCES["one regime"], False, 96, 8)
     return found
 

@@ -37,6 +37,8 @@ class Pair:
         prompt: the draft's reading of the prompt, before its first draft of a call.
         start: what a round's first forward of the draft takes besides.
         row: what each further row adds to a pass of the target, by columns. Where the memory is the limit, it is nothing.
+        slow: how many times as long everything takes while the machine is slow.
+        turns: rounds after which the machine becomes slow or fast again, on average; 0 if it never does.
     """
 
     draft: float
@@ -47,6 +49,8 @@ class Pair:
     prompt: float = 0.0
     start: float = 0.0
     row: float = 0.0
+    slow: float = 1.0
+    turns: float = 0.0
 
     def drafting(self, forwards: int) -> float:
         """So many forwards of the draft."""
@@ -138,8 +142,8 @@ def simulate(
 
     length = policy.start(earlier)
     at = [0] * len(texts)
-    run = Run(0, 0.0, length, tokens * pair.verify(1, len(texts)))
-    started = False
+    run = Run(0, 0.0, length, 0.0)
+    started, speed = False, 1.0
     while any(count < tokens for count in at):
         unfinished = [row for row, count in enumerate(at) if count < tokens]
         budget = min(length.budget(unfinished), max(tokens - at[row] for row in unfinished) - 1)
@@ -149,7 +153,10 @@ def simulate(
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True
-        verify_seconds = pair.verify(1 + max(drafted), len(unfinished))
+        if pair.turns and rng.random() < 1 / pair.turns:
+            speed = pair.slow if speed == 1 else 1.0
+        draft_seconds *= speed
+        verify_seconds = speed * pair.verify(1 + max(drafted), len(unfinished))
         counts = {"drafted": drafted, "depths": drafted, "accepted": [0] * len(at), "kept": [0] * len(at)}
         if any(drafted):
             run.drafted_at.append(at[unfinished[0]])
@@ -159,6 +166,7 @@ def simulate(
             counts["accepted"][row], counts["kept"][row] = min(accepted, kept), kept
             at[row] += kept
             run.tokens += kept
+            run.plain += kept / len(texts) * speed * pair.verify(1, len(texts))
             run.drafted += drafted[row]
         run.seconds += draft_seconds + verify_seconds
         seconds = {"draft_seconds": taken(draft_seconds), "verify_seconds": taken(verify_seconds)}

@@ -886,6 +886,8 @@ class _Together:
 
     def stores(self, cache: Any) -> list[torch.Tensor] | None:
         """Keys and values, or states, of all layers for a pass over columns; None for other passes."""
+        if self.natives is not None:
+            return _slots_of(cache, [own.index for own in self.each])
         found: list[torch.Tensor] = []
         capacity = None
         for own, attends in zip(self.each, self.attend, strict=True):
@@ -1087,14 +1089,28 @@ def _places(cache: SlotCache, width: int) -> torch.Tensor:
 
 
 def _slots(cache: Any, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The slots of a layer that writes to them itself; None if this forward pass needs others."""
-    if torch.compiler.is_compiling() or not isinstance(cache, SlotCache):
+    """`_slots_of` a single layer."""
+    found = _slots_of(cache, (index,))
+    return None if found is None else (found[0], found[1])
+
+
+def _slots_of(cache: Any, indices: Sequence[int]) -> list[torch.Tensor] | None:
+    """Keys and values of layers that write to their slots themselves; None if this forward pass needs others."""
+    # `start` is None while a prompt is read
+    if torch.compiler.is_compiling() or not isinstance(cache, SlotCache) or cache.start is None:
         return None
-    layer = cache.layers[index] if index < len(cache.layers) else None
-    if cache.start is None or type(layer) is not SlotLayer or not layer.is_initialized or not layer.keys.is_cpu:
-        return None  # while a prompt is read, for one
-    layer.make_room(cache.top, layer.keys, layer.values)
-    return layer.keys, layer.values
+    found: list[torch.Tensor] = []
+    layers, top, count = cache.layers, cache.top, len(cache.layers)
+    for index in indices:
+        layer: Any = layers[index] if index < count else None
+        if type(layer) is not SlotLayer or not layer.is_initialized or not layer.keys.is_cpu:
+            return None
+        if not top <= cache.capacity == layer.keys.shape[2]:
+            layer.make_room(top, layer.keys, layer.values)
+            if len(indices) > 1 and layer.keys.shape[2] != cache.capacity:
+                return None  # layers that run together have as many
+        found += (layer.keys, layer.values)
+    return found
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype, beside: int) -> torch.Tensor:

@@ -168,7 +168,7 @@ class Round:
             in lockstep.
         path: per row the columns of `logits` that its new tokens were chosen from, in order, perhaps followed by more.
             None for chains, where these are the first columns.
-        draft_seconds, verify_seconds: time spent drafting, and the rest of the step.
+        draft_seconds, verify_seconds: time spent drafting, with what the drafter learned after the step before; and the rest.
         states: [B, n + 1, D] each, the hidden states that the drafter needs of the target (`Drafter.needs`), by index. Valid
             until the target's next forward pass: read them in `observe`, and copy what you keep.
     """

@@ -35,7 +35,7 @@ class Report:
         acceptance_by_position: share of the first, second, ... tokens of a draft that were accepted, out of the drafts that
             had one; in a token tree, of any node at that depth.
         seconds: time of the whole call.
-        draft_seconds: time spent drafting.
+        draft_seconds: time spent drafting, with what drafters learn from the outcome.
         verify_seconds: time spent in the target's forward passes, prompt included; 0 for a call with `assisted=False`, where
             they are not timed separately.
         prompt_seconds: the part of that for the prompt.

@@ -15,6 +15,10 @@ from .host import on_device
 FEW = 2048  # numbers of a mask between nodes
 
 
+class Unread(Draft):
+    """A draft whose tensors get other values at every replay of a captured forward pass: the host must not read them."""
+
+
 @dataclass(frozen=True)
 class Masks:
     """The kind of attention mask that a model takes.
@@ -129,6 +133,8 @@ def _paths(draft: Draft) -> list[list[bytes]] | None:
 def _parents(draft: Draft) -> list[list[int]] | None:
     """The parents of a few nodes on the host, where lists take less time than many small operations; None for others."""
     parents, rows = draft.parents, len(draft.tokens)
-    if parents is None or not parents.is_cpu or rows * draft.width**2 > FEW or torch.compiler.is_compiling():
+    if parents is None or not parents.is_cpu or rows * draft.width**2 > FEW:
+        return None
+    if isinstance(draft, Unread) or torch.compiler.is_compiling():
         return None
     return parents.tolist()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..drafts import Draft
 from .cache import Paths, SlotCache
 from .host import on_device
-from .masks import Masks, column_depths
+from .masks import Masks, Unread, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, device_of
 from .passes import Inputs, Passes, Runner
@@ -142,7 +142,7 @@ class CachedModel(Runner):
         ids, known, first, parents, visible = inputs
         width, top = ids.shape[1], visible.shape[1]
         self.cache.place_at(known, width, top)
-        draft = None if parents is None else Draft(ids[:, 1:], known[:, 0], parents=parents)
+        draft = None if parents is None else Unread(ids[:, 1:], known[:, 0], parents=parents)
         depths = column_depths(draft, width, self.device)
         positions = (first + depths).clamp(max=self.context - 1)  # unused columns may be after the end
         masks = self.masks.made(known, depths, draft, visible, top, self.model.dtype)

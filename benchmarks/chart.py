@@ -10,7 +10,7 @@ from typing import Any
 from svg import BLUE, GREEN, GREY, ORANGE, PURPLE, Bar, bars, curves, groups, shares
 
 FOLDER = Path(__file__).parent
-FIGURES = FOLDER / "smollm2_bfloat16.json"
+FIGURES = FOLDER / "smollm2_kernels.json"
 TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 PEERS = {  # of transformers' own drafting, whichever settings were its fastest
     "transformers assisted": "transformers, draft model",
@@ -25,9 +25,7 @@ SHOWN = {  # method -> its name in the chart
     '"self:int8"': "assisted, 8-bit copy",
     '"suffix"': "assisted, suffix draft",
     HEAD: "assisted, suffix and EAGLE-3",
-    "no draft, compiled": "compiled, no draft",
-    '["suffix", "self:int8"], compiled': "compiled, suffix and 8-bit copy",
-    f"{HEAD}, chains, compiled": "compiled, suffix and EAGLE-3",
+    '"self:int4"': "assisted, 4-bit copy",
 }
 
 

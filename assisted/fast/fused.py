@@ -873,9 +873,8 @@ class _Together:
         if len(natives) < len(each) or len({(own.sizes, own.dtype) for own in natives}) > 1:
             return _Together((), (), taps)
         made = functools.partial(_Together, each, attend, taps, natives[0].dtype)
-        parts = (
-            () if model is None else (model.base_model.norm, model.lm_head)
-        )  # a tap of the norm keeps what it returns
+        # a norm that is tapped has to keep what it returns
+        parts = () if model is None else (model.base_model.norm, model.lm_head)
         norm, head = (part.run for part in parts) if {*map(type, parts)} == {Called} else (None, None)
         if type(norm) is Norm and isinstance(head, Product) and (output := head.native) is not None:
             epsilons = {norm.epsilon, *(own.before_attention.epsilon for own in each)}

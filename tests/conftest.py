@@ -30,7 +30,10 @@ QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
 
 PROCESSORS: dict[str, tuple[str, ...]] = {
     "AVX2": ("avx2", "fma"),
-    "AVX512 without bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "AVX2 with VNNI": ("avx2", "fma", "avx_vnni"),
+    "AVX512": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"),
+    "AVX512 with VNNI": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx512_vnni"),
+    "AVX512 with bfloat16": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "avx512_bf16", "avx512_vnni"),
     "none of these": (),
 }
 

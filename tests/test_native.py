@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import PROCESSORS
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -149,6 +151,61 @@ def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_products_of_other_processors(bits: float) -> None:
     test_products(bits, 192, 160)
+
+
+@needed
+@pytest.mark.parametrize("bits", [8.8, 4.8])
+@torch.no_grad()
+def test_integer_products_have_the_same_bits_on_all_processors(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(4)
+    module, columns = nn.Linear(160, 70, bias=False), torch.randn(9, 160).to(torch.bfloat16)
+    columns[3] *= 1000
+    columns[5, 32:64] = 0
+    made = []
+    for names in PROCESSORS.values():
+        if "fma" in names and native.processor_flags().issuperset(names):
+            monkeypatch.setattr(native, "PROCESSORS", (names,))
+            native.loaded.cache_clear()
+            made.append(low_bit(module, int(bits), 8)(columns))
+    native.loaded.cache_clear()
+    assert len(made) > 1 or not native.processor_flags().issuperset(PROCESSORS["AVX512"])
+    assert all(torch.equal(one, made[0]) for one in made)
+
+
+@needed
+@pytest.mark.skipif("avx512_bf16" not in native.processor_flags(), reason="there is nothing to choose from")
+@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
+def test_the_faster_products_are_measured_once(faster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """AVX512-BF16 without tiles or float32, whichever takes less time; the next process takes the same."""
+    flags = {name for name in native.processor_flags() if "amx" not in name}
+    monkeypatch.setattr(native, "processor_flags", lambda: flags)
+    for file in native.folder().glob("*.so"):  # what has been compiled
+        shutil.copy(file, tmp_path)
+    monkeypatch.setenv(native.VARIABLE, str(tmp_path))
+    measured = []
+
+    def seconds_of(library: Any) -> float:
+        measured.append(library._name)
+        return float(len(measured) == 1) if faster == "float32" else float(len(measured))
+
+    monkeypatch.setattr(native, "seconds_of", seconds_of)
+    chosen = []
+    try:
+        for _ in range(2):
+            native.loaded.cache_clear()
+            chosen.append(native.loaded()[0]._name)
+        (file,) = tmp_path.glob("faster-*")
+        file.write_text("neither")
+        native.loaded.cache_clear()
+        assert len(measured) == 2 and native.loaded()[0] is not None and len(measured) == 4
+    finally:
+        native.loaded.cache_clear()
+    assert chosen == [measured[faster == "float32"]] * 2
+
+
+@needed
+def test_products_are_timed() -> None:
+    assert 0 < native.seconds_of(native.loaded()[0]) < 60
 
 
 @needed

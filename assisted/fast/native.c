@@ -6,8 +6,8 @@
    processor fetches ahead by itself. Numbers are bfloat16, or float32 with -DFLOAT32, and sums are float32; results are rounded
    where transformers rounds them.
 
-   Most of it is written for vectors of any width. Processors with AVX512-BF16 multiply bfloat16 by their own instructions (DOTS);
-   others expand it, and weights of few bits, to float32. */
+   Most of it is written for vectors of any width. Rounded inputs are multiplied as integers, by VNNI where there is such, with the
+   same bits on all processors. Other products of bfloat16 use AVX512-BF16 (DOTS) or expand all to float32. */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -55,6 +55,7 @@ typedef int32_t ints __attribute__((vector_size(4 * WIDE)));
 typedef uint32_t words __attribute__((vector_size(4 * WIDE)));
 typedef int16_t shorts __attribute__((vector_size(2 * WIDE)));
 typedef bf16 halves __attribute__((vector_size(2 * WIDE)));
+typedef int8_t bytes __attribute__((vector_size(WIDE)));
 
 enum { TILE = 16, TILES = 2, PARTS = TILES * TILE / WIDE, FEW = 8, GROUP = 32 };
 /* A group with 4 bits: lines of both tiles in turn, so that memory is read in order; the fifth has scales and zero points. */
@@ -110,9 +111,15 @@ INLINE float sum_of(vec v) {
 }
 
 INLINE float most_of(vec v) {
-    float most = v[0];
-    UNROLLED for (int i = 1; i < WIDE; i++) most = v[i] > most ? v[i] : most;
-    return most;
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float parts[WIDE];
+    memcpy(parts, &v, sizeof parts);
+    UNROLLED for (int half = WIDE / 2; half; half /= 2)
+        UNROLLED for (int i = 0; i < half; i++) parts[i] = parts[i + half] > parts[i] ? parts[i + half] : parts[i];
+    return parts[0];
+#endif
 }
 
 /* The sums of as many vectors as a vector has floats, each in the same order. */
@@ -217,17 +224,21 @@ INLINE __m512bh two_of(const bf16 *from) {
     return (__m512bh)_mm512_set1_epi32(both);
 }
 
-INLINE __m512i four_of(const int8_t *from) { return (__m512i)_mm512_broadcastss_ps(_mm_load_ss((const float *)from)); }
-
 #endif
 
 /* ---- Products ---- */
 
 enum { AHEAD = 4096 };
 
-/* Weights that are multiplied soon: while several columns are computed, the processor would not fetch enough by itself. Not where
-   AVX512-BF16 multiplies without tiles: AMD's processors read more slowly then. */
+/* Weights that are multiplied soon: while several columns are computed, the processor would not fetch enough by itself. */
 INLINE void fetch(const void *line) { __builtin_prefetch((const char *)line + AHEAD); }
+
+/* Not where AVX512-BF16 multiplies without tiles: AMD's processors read more slowly then. */
+#if defined(DOTS) && !defined(TILED)
+#define FETCHES 0
+#else
+#define FETCHES 1
+#endif
 
 typedef struct {
     const uint8_t *weights; /* of two tiles after two tiles, see `native.py` */
@@ -262,7 +273,29 @@ typedef struct {
     int64_t of_thread; /* numbers of that for one thread */
 } Pass;
 
-#ifdef DOTS
+#ifdef FLOAT32
+
+const int64_t most_of_group = 0;
+
+INLINE int64_t of_group(const Product *p) { return 0; }
+
+static void groups_of(const Product *p, const number *x, int64_t from, int64_t to, float *scratch) {}
+
+INLINE void accumulate(
+    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const number *x, const void *of_groups, int columns) {
+    for (int64_t k = 0; k < p->inputs; k++) {
+        const float *line = (const float *)weights + k * TILES * TILE;
+        vec one[MOST];
+        UNROLLED for (int t = 0; t < TILES; t++) fetch(line + t * TILE);
+        UNROLLED for (int c = 0; c < columns; c++) one[c] = all(x[c * p->inputs + k]);
+        UNROLLED for (int t = 0; t < PARTS; t++) {
+            const vec weight = wide(line + t * WIDE);
+            UNROLLED for (int c = 0; c < columns; c++) sums[t][c] = plus_product(sums[t][c], weight, one[c]);
+        }
+    }
+}
+
+#else
 
 /* A column's inputs of a group in 8 bits: as in llama.cpp, with a scale of their own, so that an outlier costs its group only.
    Each eight are in the order of the bytes that nibbles are expanded to. */
@@ -272,7 +305,212 @@ typedef struct {
     int32_t whole;    /* sum of the steps */
 } Rounded;
 
-const int64_t most_of_group = sizeof(Rounded) / sizeof(float);
+/* A column's inputs of a group in float32. */
+typedef struct {
+    float inputs[GROUP], sum;
+} Expanded;
+
+const int64_t most_of_group = sizeof(Expanded) / sizeof(float);
+
+INLINE ints ints_of(const void *from) {
+    ints found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+/* The scales and zero points of a part's outputs, of a group with 4 bits. */
+INLINE vec scale_of(const uint8_t *group, int part) {
+    return expanded((const bf16 *)(group + (TILES * LINES + part * WIDE / TILE) * LINE) + part * WIDE % TILE);
+}
+
+INLINE vec zero_of(const uint8_t *group, int part) {
+    return expanded((const bf16 *)(group + (TILES * LINES + part * WIDE / TILE) * LINE) + part * WIDE % TILE + TILE);
+}
+
+/* ---- Products of integers: four levels, from 0 on, times four steps for each output. ---- */
+
+INLINE ints four_of(const int8_t *from) {
+    int32_t four;
+    memcpy(&four, from, sizeof four);
+    return four - (ints){0};
+}
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+
+INLINE ints plus_fours(ints sums, ints levels, ints steps) {
+#if WIDE == 16
+    return (ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)levels, (__m512i)steps);
+#else
+    return (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)levels, (__m256i)steps);
+#endif
+}
+
+#elif WIDE > 4
+
+/* Sixteen bits suffice for two products of levels from -127 to 127, and for those of a group of nibbles. */
+#if WIDE == 16
+#define BY_PAIRS(levels, steps) _mm512_maddubs_epi16((__m512i)(levels), (__m512i)(steps))
+#define PLUS_PAIRS(one, two) (ints)_mm512_add_epi16((__m512i)(one), two)
+#define OF_PAIRS(pairs) (ints)_mm512_madd_epi16((__m512i)(pairs), _mm512_set1_epi16(1))
+#else
+#define BY_PAIRS(levels, steps) _mm256_maddubs_epi16((__m256i)(levels), (__m256i)(steps))
+#define PLUS_PAIRS(one, two) (ints)_mm256_add_epi16((__m256i)(one), two)
+#define OF_PAIRS(pairs) (ints)_mm256_madd_epi16((__m256i)(pairs), _mm256_set1_epi16(1))
+#endif
+
+/* Levels less 128, with the signs of the steps: their products with the steps' absolute values are the same. */
+INLINE ints signed_levels(ints levels, ints steps) {
+    levels ^= (int32_t)0x80808080;
+#if WIDE == 16
+    return (ints)_mm512_mask_sub_epi8((__m512i)levels, _mm512_movepi8_mask((__m512i)steps), _mm512_setzero_si512(), (__m512i)levels);
+#else
+    return (ints)_mm256_sign_epi8((__m256i)levels, (__m256i)steps);
+#endif
+}
+
+INLINE ints without_signs(ints steps) {
+#if WIDE == 16
+    return (ints)_mm512_abs_epi8((__m512i)steps);
+#else
+    return (ints)_mm256_abs_epi8((__m256i)steps);
+#endif
+}
+
+#else
+
+INLINE ints plus_fours(ints sums, ints levels, ints steps) {
+    UNROLLED for (int i = 0; i < 4; i++) sums += ((levels >> (8 * i)) & 255) * ((steps << (24 - 8 * i)) >> 24);
+    return sums;
+}
+
+#endif
+
+/* A group's sums of nibbles times steps are collected as this, */
+INLINE ints plus_nibbles(ints sums, ints levels, ints steps) {
+#ifdef BY_PAIRS
+    return PLUS_PAIRS(sums, BY_PAIRS(levels, steps));
+#else
+    return plus_fours(sums, levels, steps);
+#endif
+}
+
+/* which is turned into whole numbers at its end. */
+INLINE ints sums_of_nibbles(ints sums) {
+#ifdef BY_PAIRS
+    return OF_PAIRS(sums);
+#else
+    return sums;
+#endif
+}
+
+/* The same of bytes, which are stored plus 128, begin with this, */
+INLINE ints before_bytes(const Rounded *x) {
+#ifdef BY_PAIRS
+    return (ints){0};
+#else
+    return -ZERO8 * x->whole - (ints){0};
+#endif
+}
+
+INLINE ints plus_bytes(ints sums, ints levels, ints steps) {
+#ifdef BY_PAIRS
+    return sums + OF_PAIRS(BY_PAIRS(without_signs(steps), signed_levels(levels, steps)));
+#else
+    return plus_fours(sums, levels, steps);
+#endif
+}
+
+/* Adds to sums[part][column] the products of two tiles with the columns x, [columns, groups]. */
+INLINE void accumulate4of8(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *group = weights + g * BYTES4;
+        const Rounded *own[MOST];
+        ints part[PARTS][MOST];
+        if (FETCHES) UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(group + line);
+        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = (ints){0};
+        UNROLLED for (int j = 0; j < 4; j++) {
+            ints low[PARTS], high[PARTS];
+            UNROLLED for (int t = 0; t < PARTS; t++) {
+                const ints packed = ints_of(group + TILES * j * LINE + t * WIDE * 4);
+                low[t] = packed & 0x0f0f0f0f;
+                high[t] = (packed >> 4) & 0x0f0f0f0f;
+            }
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const ints one = four_of(own[c]->steps + 8 * j), two = four_of(own[c]->steps + 8 * j + 4);
+                UNROLLED for (int t = 0; t < PARTS; t++) part[t][c] = plus_nibbles(part[t][c], low[t], one);
+                UNROLLED for (int t = 0; t < PARTS; t++) part[t][c] = plus_nibbles(part[t][c], high[t], two);
+            }
+        }
+        UNROLLED for (int t = 0; t < PARTS; t++) {
+            const vec scale = scale_of(group, t), least = plus_product(zero_of(group, t), scale, all(-8));
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const vec found = __builtin_convertvector(sums_of_nibbles(part[t][c]), vec);
+                sums[t][c] = plus_product(sums[t][c], found, scale * all(own[c]->scale));
+                sums[t][c] = plus_product(sums[t][c], all(own[c]->sum), least);
+            }
+        }
+    }
+}
+
+/* The same for weights of 8 bits. */
+INLINE void accumulate8of8(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
+    const int64_t groups = p->inputs / GROUP;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *group = weights + g * BYTES8;
+        const Rounded *own[MOST];
+        ints part[PARTS][MOST];
+        if (FETCHES && columns > 1) UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
+        UNROLLED for (int c = 0; c < columns; c++) {
+            own[c] = x + c * groups + g;
+            UNROLLED for (int t = 0; t < PARTS; t++) part[t][c] = before_bytes(own[c]);
+        }
+        UNROLLED for (int j = 0; j < FOURS; j++) {
+            ints level[PARTS];
+            UNROLLED for (int t = 0; t < PARTS; t++)
+                level[t] = ints_of(group + (t * WIDE / TILE * FOURS + j) * LINE + t * WIDE % TILE * 4);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const ints four = four_of(own[c]->steps + 4 * j);
+                UNROLLED for (int t = 0; t < PARTS; t++) part[t][c] = plus_bytes(part[t][c], level[t], four);
+            }
+        }
+        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
+            sums[t][c] = plus_product(sums[t][c], __builtin_convertvector(part[t][c], vec), all(own[c]->scale));
+    }
+}
+
+/* A group of inputs in 8 bits. */
+INLINE void round_group(const bf16 *x, Rounded *to) {
+    static const int8_t order[TILE] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
+    vec most = all(0);
+    UNROLLED for (int i = 0; i < GROUP; i += WIDE) most = greater(most, without_sign(expanded(x + i)));
+    const float largest = most_of(most);
+    const vec per_unit = all(largest > 0 ? 127 / largest : 0), shift = all(12582912.0f); /* numbers near 1.5 * 2^23 are whole */
+    int8_t steps[GROUP];
+    ints whole = {0};
+    UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
+        const ints found = __builtin_convertvector((expanded(x + i) * per_unit + shift) - shift, ints);
+        const bytes narrow = __builtin_convertvector(found, bytes);
+        memcpy(steps + i, &narrow, sizeof narrow);
+        whole += found;
+    }
+#ifdef __SSSE3__
+    const __m128i places = _mm_loadu_si128((const __m128i *)order);
+    UNROLLED for (int i = 0; i < GROUP; i += TILE)
+        _mm_storeu_si128((__m128i *)(to->steps + i), _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(steps + i)), places));
+#else
+    for (int i = 0; i < GROUP; i++) to->steps[i] = steps[i / TILE * TILE + order[i % TILE]];
+#endif
+    to->whole = 0;
+    UNROLLED for (int i = 0; i < WIDE; i++) to->whole += whole[i];
+    to->scale = largest / 127;
+    to->sum = to->scale * (float)to->whole;
+}
+
+/* ---- Products of bfloat16 ---- */
+
+#ifdef DOTS
 
 /* The levels -8 to 7 of four bits; twice, because a permutation looks at five bits of its indices. */
 static const bf16 LEVELS[32] = {
@@ -280,7 +518,7 @@ static const bf16 LEVELS[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
 };
 
-/* Adds to sums[tile][column] the products of two tiles with the columns x, [columns, inputs]; weights of 4 bits also take the
+/* Adds to sums[part][column] the products of two tiles with the columns x, [columns, inputs]; weights of 4 bits also take the
    sums of each column's groups of inputs. */
 INLINE void accumulate4(
     vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const bf16 *x, const float *of_groups, int columns) {
@@ -317,89 +555,7 @@ INLINE void accumulate4(
     }
 }
 
-/* The same for rounded inputs, [columns, groups], with integer products. */
-INLINE void accumulate4of8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
-    const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512 eight = _mm512_set1_ps(8);
-    const int64_t groups = p->inputs / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
-        __m512i part[TILES][MOST];
-        UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm512_setzero_si512();
-#ifdef TILED
-        UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(weights + g * BYTES4 + line);
-#endif
-        UNROLLED for (int j = 0; j < 4; j++) {
-            __m512i low[TILES], high[TILES];
-            UNROLLED for (int t = 0; t < TILES; t++) {
-                const __m512i packed = _mm512_loadu_si512(weights + g * BYTES4 + (TILES * j + t) * LINE);
-                low[t] = _mm512_and_si512(packed, nibble);
-                high[t] = _mm512_and_si512(_mm512_srli_epi16(packed, 4), nibble);
-            }
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const __m512i one = four_of(x[c * groups + g].steps + 8 * j), two = four_of(x[c * groups + g].steps + 8 * j + 4);
-                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], low[t], one);
-                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], high[t], two);
-            }
-        }
-        UNROLLED for (int t = 0; t < TILES; t++) {
-            const bf16 *of_group = (const bf16 *)(weights + g * BYTES4 + (TILES * LINES + t) * LINE);
-            const __m512 scale = (__m512)load(of_group), least = _mm512_fnmadd_ps(eight, scale, (__m512)load(of_group + TILE));
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const Rounded *own = x + c * groups + g;
-                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(own->scale));
-                sums[t][c] = plus_product(sums[t][c], (vec)_mm512_cvtepi32_ps(part[t][c]), (vec)both);
-                sums[t][c] = plus_product(sums[t][c], all(own->sum), (vec)least);
-            }
-        }
-    }
-}
-
-/* The same for weights of 8 bits. */
-INLINE void accumulate8of8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Rounded *x, int columns) {
-    const int64_t groups = p->inputs / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *group = weights + g * BYTES8;
-        const Rounded *own[MOST];
-        __m512i part[TILES][MOST];
-#ifdef TILED
-        if (columns > 1) UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
-#endif
-        UNROLLED for (int c = 0; c < columns; c++) {
-            own[c] = x + c * groups + g;
-            UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_set1_epi32(-ZERO8 * own[c]->whole);
-        }
-        UNROLLED for (int j = 0; j < FOURS; j++) {
-            __m512i level[TILES];
-            UNROLLED for (int t = 0; t < TILES; t++) level[t] = _mm512_loadu_si512(group + (t * FOURS + j) * LINE);
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const __m512i four = four_of(own[c]->steps + 4 * j);
-                UNROLLED for (int t = 0; t < TILES; t++) part[t][c] = _mm512_dpbusd_epi32(part[t][c], level[t], four);
-            }
-        }
-        UNROLLED for (int t = 0; t < TILES; t++) UNROLLED for (int c = 0; c < columns; c++)
-            sums[t][c] = plus_product(sums[t][c], (vec)_mm512_cvtepi32_ps(part[t][c]), all(own[c]->scale));
-    }
-}
-
-/* A group of inputs in 8 bits. */
-INLINE void round_group(const bf16 *x, Rounded *to) {
-    const __m512 one = (__m512)load(x), two = (__m512)load(x + TILE);
-    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(two)));
-    const __m512 per_unit = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-    const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(one, per_unit));
-    const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(two, per_unit));
-    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    _mm_storeu_si128((__m128i *)to->steps, _mm_shuffle_epi8(_mm512_cvtepi32_epi8(first), order));
-    _mm_storeu_si128((__m128i *)(to->steps + TILE), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(second), order));
-    to->scale = most / 127;
-    to->whole = _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
-    to->sum = to->scale * (float)to->whole;
-}
-
-INLINE void accumulate8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
+INLINE void accumulate8(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
     const int64_t pairs = p->inputs / 2;
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh level[TILES];
@@ -416,8 +572,7 @@ INLINE void accumulate8(
     }
 }
 
-INLINE void accumulate16(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
+INLINE void accumulate16(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const bf16 *x, int columns) {
     const int64_t pairs = p->inputs / 2;
     for (int64_t k = 0; k < pairs; k++) {
         __m512bh weight[TILES];
@@ -443,112 +598,22 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
     }
 }
 
-INLINE void accumulate(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const number *x, const void *of_groups, int columns) {
-    if (p->bits == 4 && p->input_bits == 8)
-        accumulate4of8(sums, p, weights, of_groups, columns);
-    else if (p->bits == 4)
-        accumulate4(sums, p, weights, x, of_groups, columns);
-    else if (p->bits == 8 && p->input_bits == 8)
-        accumulate8of8(sums, p, weights, of_groups, columns);
-    else if (p->bits == 8)
-        accumulate8(sums, p, weights, x, columns);
-    else
-        accumulate16(sums, p, weights, x, columns);
-}
-
 /* Numbers that a group of inputs takes beside the inputs. */
 INLINE int64_t of_group(const Product *p) { return p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : p->bits == 4; }
 
-#elif defined(FLOAT32)
-
-const int64_t most_of_group = 0;
-
-INLINE int64_t of_group(const Product *p) { return 0; }
-
-static void groups_of(const Product *p, const number *x, int64_t from, int64_t to, float *scratch) {}
-
-INLINE void accumulate(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const number *x, const void *of_groups, int columns) {
-    for (int64_t k = 0; k < p->inputs; k++) {
-        const float *line = (const float *)weights + k * TILES * TILE;
-        vec one[MOST];
-        UNROLLED for (int t = 0; t < TILES; t++) fetch(line + t * TILE);
-        UNROLLED for (int c = 0; c < columns; c++) one[c] = all(x[c * p->inputs + k]);
-        UNROLLED for (int t = 0; t < PARTS; t++) {
-            const vec weight = wide(line + t * WIDE);
-            UNROLLED for (int c = 0; c < columns; c++) sums[t][c] = plus_product(sums[t][c], weight, one[c]);
-        }
-    }
-}
+#define INPUTS x
+#define INPUTS4 x, of_groups
 
 #else
 
-/* A column's inputs of a group in float32; if they are rounded to 8 bits, in steps of a scale of their own, so that an outlier
-   costs its group only. */
-typedef struct {
-    float inputs[GROUP], sum, scale; /* sum: of the inputs, without scale */
-    int8_t steps[GROUP];             /* each eight are in the order of the bytes that nibbles are expanded to */
-} Group;
+INLINE words words_of(const void *from) { return (words)ints_of(from); }
 
-const int64_t most_of_group = sizeof(Group) / sizeof(float);
-
-INLINE int64_t of_group(const Product *p) { return most_of_group; }
-
-/* What products need of groups [from, to) of the inputs. */
-static void groups_of(const Product *p, const number *x, int64_t from, int64_t to, float *scratch) {
-    static const int order[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    for (int64_t g = from; g < to; g++) {
-        Group *own = (Group *)scratch + g;
-        vec sum = all(0), most = all(0);
-        for (int i = 0; i < GROUP; i += WIDE) {
-            const vec found = load(x + g * GROUP + i);
-            most = greater(most, without_sign(found));
-            sum += found;
-            memcpy(own->inputs + i, &found, sizeof found);
-        }
-        own->scale = 1;
-        own->sum = sum_of(sum);
-        if (p->input_bits == 8) {
-            const float largest = most_of(most), per_unit = largest > 0 ? 127 / largest : 0;
-            int32_t steps = 0;
-            for (int i = 0; i < GROUP; i++) {
-                const int32_t step = (int32_t)rintf(own->inputs[i] * per_unit);
-                own->inputs[i] = (float)step;
-                steps += step;
-            }
-            for (int i = 0; i < GROUP; i++) own->steps[i] = (int8_t)own->inputs[i / 8 * 8 + order[i % 8]];
-            own->scale = largest / 127;
-            own->sum = own->scale * (float)steps;
-        }
-    }
-}
-
-INLINE words words_of(const void *from) {
-    words found;
-    memcpy(&found, from, sizeof found);
-    return found;
-}
-
-/* The sums of a group of weights with 4 bits, which had been computed without scales and zero points. */
-INLINE void add_group(
-    vec sums[PARTS][MOST], vec part[PARTS][MOST], const uint8_t *group, const Group *const own[MOST], int columns) {
-    UNROLLED for (int t = 0; t < PARTS; t++) {
-        const bf16 *beside = (const bf16 *)(group + (TILES * LINES + t * WIDE / TILE) * LINE) + t * WIDE % TILE;
-        const vec scale = expanded(beside), least = plus_product(expanded(beside + TILE), scale, all(-8));
-        UNROLLED for (int c = 0; c < columns; c++) {
-            sums[t][c] = plus_product(sums[t][c], part[t][c], scale * all(own[c]->scale));
-            sums[t][c] = plus_product(sums[t][c], all(own[c]->sum), least);
-        }
-    }
-}
-
-INLINE void accumulate4(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
+/* Adds to sums[part][column] the products of two tiles with the columns x, [columns, groups]. */
+INLINE void accumulate4(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Expanded *x, int columns) {
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t *group = weights + g * BYTES4;
-        const Group *own[MOST];
+        const Expanded *own[MOST];
         vec part[PARTS][MOST];
         UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(group + line);
         UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
@@ -562,101 +627,17 @@ INLINE void accumulate4(
                 UNROLLED for (int c = 0; c < columns; c++) part[t][c] = plus_product(part[t][c], level, one[c]);
             }
         }
-        add_group(sums, part, group, own, columns);
-    }
-}
-
-#if WIDE == 8
-
-/* The same for rounded inputs, with integer products: sixteen bits suffice for the sums of a group. */
-INLINE void accumulate4of8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
-    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    const int64_t groups = p->inputs / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *group = weights + g * BYTES4;
-        const Group *own[MOST];
-        __m256i pairs[PARTS][MOST];
-        vec part[PARTS][MOST];
-        UNROLLED for (int line = 0; line < BYTES4; line += LINE) fetch(group + line);
-        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) pairs[t][c] = _mm256_setzero_si256();
-        for (int j = 0; j < 4; j++) UNROLLED for (int t = 0; t < PARTS; t++) {
-            const __m256i packed = (__m256i)words_of(group + TILES * j * LINE + t * WIDE * 4);
-            const __m256i low = _mm256_and_si256(packed, nibble), high = _mm256_and_si256(_mm256_srli_epi16(packed, 4), nibble);
+        UNROLLED for (int t = 0; t < PARTS; t++) {
+            const vec scale = scale_of(group, t), least = plus_product(zero_of(group, t), scale, all(-8));
             UNROLLED for (int c = 0; c < columns; c++) {
-                int32_t one, two;
-                memcpy(&one, own[c]->steps + 8 * j, sizeof one);
-                memcpy(&two, own[c]->steps + 8 * j + 4, sizeof two);
-                pairs[t][c] = _mm256_add_epi16(pairs[t][c], _mm256_maddubs_epi16(low, _mm256_set1_epi32(one)));
-                pairs[t][c] = _mm256_add_epi16(pairs[t][c], _mm256_maddubs_epi16(high, _mm256_set1_epi32(two)));
+                sums[t][c] = plus_product(sums[t][c], part[t][c], scale);
+                sums[t][c] = plus_product(sums[t][c], all(own[c]->sum), least);
             }
         }
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
-            part[t][c] = (vec)_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs[t][c], ones));
-        add_group(sums, part, group, own, columns);
     }
 }
 
-/* The same for weights of 8 bits. Two products of levels from -127 to 127 fit in sixteen bits. */
-INLINE void accumulate8of8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
-    const __m256i zero = _mm256_set1_epi8((char)ZERO8), ones = _mm256_set1_epi16(1);
-    const int64_t groups = p->inputs / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *group = weights + g * BYTES8;
-        const Group *own[MOST];
-        __m256i part[PARTS][MOST];
-        UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
-        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = _mm256_setzero_si256();
-        for (int j = 0; j < FOURS; j++) UNROLLED for (int t = 0; t < PARTS; t++) {
-            const uint8_t *line = group + (t * WIDE / TILE * FOURS + j) * LINE + t * WIDE % TILE * 4;
-            const __m256i level = _mm256_xor_si256((__m256i)words_of(line), zero);
-            UNROLLED for (int c = 0; c < columns; c++) {
-                int32_t four;
-                memcpy(&four, own[c]->steps + 4 * j, sizeof four);
-                const __m256i step = _mm256_set1_epi32(four);
-                const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(step), _mm256_sign_epi8(level, step));
-                part[t][c] = _mm256_add_epi32(part[t][c], _mm256_madd_epi16(pairs, ones));
-            }
-        }
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
-            sums[t][c] = plus_product(sums[t][c], (vec)_mm256_cvtepi32_ps(part[t][c]), all(own[c]->scale));
-    }
-}
-
-#else
-#define accumulate4of8 accumulate4 /* which finds the same: sums of steps are whole numbers */
-
-INLINE void accumulate8of8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
-    const int64_t groups = p->inputs / GROUP;
-    for (int64_t g = 0; g < groups; g++) {
-        const uint8_t *group = weights + g * BYTES8;
-        const Group *own[MOST];
-        vec part[PARTS][MOST];
-        UNROLLED for (int line = 0; line < BYTES8; line += LINE) fetch(group + line);
-        UNROLLED for (int c = 0; c < columns; c++) own[c] = x + c * groups + g;
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++) part[t][c] = all(0);
-        for (int j = 0; j < FOURS; j++) UNROLLED for (int i = 0; i < 4; i++) {
-            vec one[MOST];
-            UNROLLED for (int c = 0; c < columns; c++) one[c] = all(own[c]->steps[4 * j + i]);
-            UNROLLED for (int t = 0; t < PARTS; t++) {
-                const words four = words_of(group + (t * WIDE / TILE * FOURS + j) * LINE + t * WIDE % TILE * 4);
-                const vec level = __builtin_convertvector((ints)((four >> (8 * i)) & 255) - ZERO8, vec);
-                UNROLLED for (int c = 0; c < columns; c++) part[t][c] = plus_product(part[t][c], level, one[c]);
-            }
-        }
-        UNROLLED for (int t = 0; t < PARTS; t++) UNROLLED for (int c = 0; c < columns; c++)
-            sums[t][c] = plus_product(sums[t][c], part[t][c], all(own[c]->scale));
-    }
-}
-
-#endif
-
-INLINE void accumulate8(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
+INLINE void accumulate8(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Expanded *x, int columns) {
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) for (int i = 0; i < GROUP; i += 2) {
         const uint8_t *line = weights + (g * GROUP + i) * TILES * TILE;
@@ -675,8 +656,7 @@ INLINE void accumulate8(
     }
 }
 
-INLINE void accumulate16(
-    vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Group *x, int columns) {
+INLINE void accumulate16(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Expanded *x, int columns) {
     const int64_t groups = p->inputs / GROUP;
     for (int64_t g = 0; g < groups; g++) for (int i = 0; i < GROUP; i += 2) {
         const uint8_t *line = weights + (g * GROUP + i) * TILES * TILE * 2;
@@ -693,18 +673,44 @@ INLINE void accumulate16(
     }
 }
 
+/* What products need of groups [from, to) of the inputs. */
+static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to, float *scratch) {
+    for (int64_t g = from; g < to; g++) {
+        if (p->input_bits == 8) {
+            round_group(x + g * GROUP, (Rounded *)scratch + g);
+            continue;
+        }
+        Expanded *own = (Expanded *)scratch + g;
+        vec sum = all(0);
+        UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
+            const vec found = expanded(x + g * GROUP + i);
+            sum += found;
+            memcpy(own->inputs + i, &found, sizeof found);
+        }
+        own->sum = sum_of(sum);
+    }
+}
+
+/* Numbers that a group of inputs takes beside the inputs. */
+INLINE int64_t of_group(const Product *p) { return (p->input_bits == 8 ? sizeof(Rounded) : sizeof(Expanded)) / sizeof(float); }
+
+#define INPUTS of_groups
+#define INPUTS4 of_groups
+
+#endif
+
 INLINE void accumulate(
     vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const number *x, const void *of_groups, int columns) {
-    if (p->bits == 4 && p->input_bits == 8)
+    if (p->input_bits == 8 && p->bits == 4)
         accumulate4of8(sums, p, weights, of_groups, columns);
-    else if (p->bits == 4)
-        accumulate4(sums, p, weights, of_groups, columns);
-    else if (p->bits == 8 && p->input_bits == 8)
+    else if (p->input_bits == 8)
         accumulate8of8(sums, p, weights, of_groups, columns);
+    else if (p->bits == 4)
+        accumulate4(sums, p, weights, INPUTS4, columns);
     else if (p->bits == 8)
-        accumulate8(sums, p, weights, of_groups, columns);
+        accumulate8(sums, p, weights, INPUTS, columns);
     else
-        accumulate16(sums, p, weights, of_groups, columns);
+        accumulate16(sums, p, weights, INPUTS, columns);
 }
 
 #endif

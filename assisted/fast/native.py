@@ -17,8 +17,9 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,16 @@ MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, to
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
-PROCESSORS = (
+PROCESSORS: tuple[tuple[str, ...], ...] = (
     (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
     (*_AVX512, "avx512_bf16", "avx512_vnni"),
+    (*_AVX512, "avx512_vnni"),
     _AVX512,
+    ("avx2", "fma", "avx_vnni"),
     ("avx2", "fma"),
 )  # what they can do, as Linux names it; the first that fits
 _SECONDS = 120  # for the compiler
+_TRIALS = 5  # of a product, whose shortest time counts
 _ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
 
 
@@ -116,47 +120,100 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, "it is for Linux on x86-64"
     known, reason = processor_flags(), "this processor has neither AVX512 nor AVX2"
+    found: list[Any] = []
     for names in PROCESSORS:
-        if not known.issuperset(names) or (dtype == torch.float32 and "avx512_bf16" in names):
+        if not known.issuperset(names):
             continue
-        flags = [*_FLAGS, *("-m" + name.replace("x512_", "x512").replace("_", "-") for name in names)]
+        if dtype == torch.float32:
+            names = tuple(name for name in names if not name.endswith(("vnni", "bf16")) and "amx" not in name)
+        flags = [*_FLAGS, *("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in names)]
         library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
-        library.of_group = c_int64.in_dll(library, "most_of_group").value
-        library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
-        library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
-        library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
-        library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
-        library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 4]
-        library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
-        library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
-        library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
-        library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
-        library.fuse_features.argtypes = library.logits_of_head.argtypes
-        run = (
-            "multiply",
-            "layers",
-            "move",
-            "list_slots",
-            "highest",
-            "norms",
-            "step_of_head",
-            "logits_of_head",
-            "fuse_features",
-        )
-        for name in run:
-            getattr(library, name).restype = None
-        _ready[dtype] = library
-        library.read_level.restype, library.add_level.restype = c_float, c_int64
-        return library, ""
-    return None, reason
+        found.append(_declared(library))
+        if "amx_tile" in names or "avx512_bf16" not in names:
+            break
+    if not found:
+        return None, reason
+    _ready[dtype] = found[0] if len(found) == 1 else _faster(found[0], found[1])
+    return _ready[dtype], ""
+
+
+def _declared(library: Any) -> Any:
+    """The library, with the types of its functions."""
+    library.of_group = c_int64.in_dll(library, "most_of_group").value
+    library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
+    library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
+    library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
+    library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
+    library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 4]
+    library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
+    library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
+    library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
+    library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
+    library.fuse_features.argtypes = library.logits_of_head.argtypes
+    run = (
+        "multiply",
+        "layers",
+        "move",
+        "list_slots",
+        "highest",
+        "norms",
+        "step_of_head",
+        "logits_of_head",
+        "fuse_features",
+    )
+    for name in run:
+        getattr(library, name).restype = None
+    library.read_level.restype, library.add_level.restype = c_float, c_int64
+    return library
+
+
+def _faster(one: Any, other: Any) -> Any:
+    """Of two libraries, the one whose products of bfloat16 take less time here. By AVX512-BF16 without tiles, they take more
+    than in float32 on some processors. Measured once for a processor, so every process has the same bits.
+    """
+    model = next((line for line in _cpuinfo().splitlines() if line.startswith("model name")), "")
+    key = hashlib.sha256(f"{one._name} {other._name} {model}".encode()).hexdigest()[:16]
+    file = folder() / f"faster-{key}"
+    with contextlib.suppress(OSError):
+        kept = file.read_text()
+        if kept in ("one", "other"):
+            return one if kept == "one" else other
+    best = one if seconds_of(one) <= seconds_of(other) else other
+    with contextlib.suppress(OSError), _whole(file) as partial:
+        partial.write_text("one" if best is one else "other")
+    return best
+
+
+@torch.inference_mode(False)
+def seconds_of(library: Any) -> float:
+    """Of a product over one column and one over five, with weights that no cache holds."""
+    inputs, outputs, threads = 1024, 32768, torch.get_num_threads()
+    weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    struct = Product(weights.data_ptr(), 0, 0, outputs, inputs, 16, 16)
+    seconds = 0.0
+    for n in (1, 5):
+        columns, made = torch.ones(n, inputs, dtype=torch.bfloat16), torch.empty(n, outputs, dtype=torch.bfloat16)
+        scratch = torch.empty(threads * n * (inputs // GROUP) * library.of_group)
+        pointers = columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads
+        best = float("inf")
+        for _ in range(_TRIALS):
+            started = time.perf_counter()
+            library.multiply(ctypes.addressof(struct), *pointers)
+            best = min(best, time.perf_counter() - started)
+        seconds += best
+    return seconds
 
 
 def processor_flags() -> set[str]:
     """What Linux says that the processor can do; nothing on other systems."""
-    flags = Path("/proc/cpuinfo")
-    return set(flags.read_text().split()) if flags.is_file() else set()
+    return set(_cpuinfo().split())
+
+
+def _cpuinfo() -> str:
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.is_file() else ""
 
 
 def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
@@ -184,10 +241,17 @@ def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
 
 
 def _compile(command: list[str], file: Path) -> None:
+    with _whole(file) as partial:
+        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
+
+
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[Path]:
+    """A file to write, which takes this one's place at the end: another process reads the whole file or none."""
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
         partial = Path(folder, file.name)
-        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
-        partial.replace(file)  # another process loads the whole file or none
+        yield partial
+        partial.replace(file)
 
 
 def most_of(dtype: torch.dtype) -> int:

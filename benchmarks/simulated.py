@@ -123,6 +123,7 @@ def scenarios() -> dict[str, Scenario]:
     )
     busy = Pair(0.3, 0.05, row=0.1)  # a processor at its limit: further columns of eight rows cost nearly half a pass
     for name, source in {**SOURCES, "hopeless": HOPELESS}.items():
+        found[f"batch of 8, busy, {name}"] = steady(busy, source, 8, asks=False, found=0.5)
         for warm in (False, True):
             found[f"batch of 8, busy, short calls, {'warm' if warm else 'cold'}, {name}"] = short(
                 busy, source, warm, 48, 6, rows=8, asks=False, found=0.5

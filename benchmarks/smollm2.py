@@ -10,6 +10,7 @@ run. "no draft" is this package's loop with drafting disabled. `--read` combines
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tables import CELLS, about, arguments, measured_with, paired, publish, race
 from assisted import AssistedModelForCausalLM
 from assisted.bench import Result, Row, Rules, lookups, read
 from assisted.drafters import Eagle
+from assisted.fast import native
 from assisted.lengths.policies import Never
 
 TARGET = "zoo:smollm2"
@@ -71,15 +73,25 @@ def measure(args: Any) -> dict[str, Any]:
     prompts = read(["chat"], pair.tokenizer, args.prompts)
     rules = Rules(new_tokens=args.new_tokens, temperature=args.temperature, top_p=0.95 if args.temperature else 1.0)
     others = [] if args.without_transformers else lookups(pair.target)
-    result = raced(args, pair, methods, prompts, rules, others=others, target=TARGET).to_dict()
+    result = raced(args, pair, methods, prompts, rules, args.rows, others, TARGET).to_dict()
     title = f"{args.dtype}, " + (f"temperature {args.temperature:g}, top-p 0.95" if args.temperature else "greedy")
-    return {"about": about(pair, prompts=4 * args.prompts, repeats=args.repeats), title: result}
+    title += f", batches of {args.rows}" if args.rows > 1 else ""
+    more = {"command": "python benchmarks/smollm2.py --without-amx"} if args.without_amx else {}
+    return {"about": about(pair, prompts=4 * args.prompts, repeats=args.repeats, **more), title: result}
+
+
+def without_amx() -> None:
+    """Let this process use the instructions of a processor that has no AMX. Before oneDNN looks for them."""
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    known = {name for name in native.processor_flags() if "amx" not in name}
+    native.processor_flags = lambda: known
 
 
 def page(files: list[dict[str, Any]]) -> str:
     lines = []
     for found in files:
-        lines += [f"{measured_with(found['about'], 'python benchmarks/smollm2.py')} {TIES}"]
+        command = found["about"].get("command", "python benchmarks/smollm2.py")
+        lines += [f"{measured_with(found['about'], command)} {TIES}"]
         for title, result in found.items():
             if title == "about":
                 continue
@@ -97,19 +109,22 @@ def main() -> None:
         ("--prompts", "--repeats", "--threads", "--no-compile", "--out", "--docs"),
         prompts=6,
         repeats=2,
-        numbers={"--new-tokens": (128, "per prompt")},
+        numbers={"--new-tokens": (128, "per prompt"), "--rows": (1, "decoded together")},
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; sampling also takes top-p 0.95")
     parser.add_argument(
         "--without-transformers", action="store_true", help="leave out its prompt lookup, which takes a heat"
     )
+    parser.add_argument("--without-amx", action="store_true", help="as on a processor without AMX")
     parser.add_argument("--only", nargs="+", choices=[*DRAFTS, *COMPILED], metavar="NAME", help="these drafts alone")
     parser.add_argument("--read", type=Path, nargs="+", help="measure nothing, take the figures from these files")
     args = parser.parse_args()
     if args.read:
         files = [json.loads(path.read_text()) for path in args.read]
     else:
+        if args.without_amx:
+            without_amx()
         if args.threads:
             torch.set_num_threads(args.threads)
         files = [measure(args)]

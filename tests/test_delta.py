@@ -21,8 +21,10 @@ from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import masks_of
 from assisted.fast import delta, fused, products
+from assisted.fast import layers as fused_layers
 from assisted.fast.delta import NativeMixer
-from assisted.fast.fused import DeltaLayer, FusedLayer
+from assisted.fast.layers import DeltaLayer, FusedLayer, FusedMLP
+from assisted.fast.norms import GatedNorm
 from assisted.heads import fused as heads_fused
 from assisted.heads.runner import HeadRunner
 
@@ -181,7 +183,8 @@ def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatc
 def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
     """In the columns themselves, or in what they leave to the next ones."""
     own = DeltaMixer.over_columns
-    monkeypatch.setattr(fused, "is_float", lambda module: False)
+    for module in (fused, fused_layers):
+        monkeypatch.setattr(module, "is_float", lambda module: False)
 
     def wrong(self, *given):
         made, read = own(self, *given)
@@ -204,7 +207,7 @@ def test_states_after_a_rejection_are_those_of_a_prompt(name, ended):
     model = built(name)
     ids, columns = random_ids(model, 3, 9), random_ids(model, 3, 5, seed=3)
     prepared, masks = fused.fused(model), Traits.of(model).column_masks
-    kinds = [layer.floats is not None for layer in prepared.module.model.layers if isinstance(layer, fused.FusedMLP)]
+    kinds = [layer.floats is not None for layer in prepared.module.model.layers if isinstance(layer, FusedMLP)]
     assert kinds and all(kinds) == (name != "qwen3_next")  # whose layers have experts
     run = target_runner(prepared, slots_for(model, None, 3, 64, masks), masks)
     run.prefill(ids, None)
@@ -248,7 +251,7 @@ def mixer_of(sizes, dtype, seed):
         own.o_norm.weight.normal_()
         own.dt_bias.normal_(std=4)
     own = own.to(dtype).eval()
-    return NativeMixer(own, norm=fused.GatedNorm(own.o_norm)), config.hidden_size
+    return NativeMixer(own, norm=GatedNorm(own.o_norm)), config.hidden_size
 
 
 def assert_near(one, two):

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from assisted.engine.cache import SlotCache
 from assisted.fast import native
-from assisted.fast.fused import FusedLayer
+from assisted.fast.layers import FusedLayer
 from assisted.heads import fused as module
 from assisted.heads.fused import fused_head, source_of
 from assisted.heads.runner import HeadRunner

@@ -20,7 +20,8 @@ from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.fast.fused import FusedLayer, fused
+from assisted.fast.fused import fused
+from assisted.fast.layers import FusedLayer
 from assisted.lengths.cost_model import best_speedup
 
 CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -20,7 +20,8 @@ from transformers.utils import logging
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters.quantized_self import CopyDrafter
 from assisted.fast import native
-from assisted.fast.fused import FusedLayer, fused
+from assisted.fast.fused import fused
+from assisted.fast.layers import FusedLayer
 from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
 from assisted.loading import quantization
 from assisted.loading.packed import PackedConfig

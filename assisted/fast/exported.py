@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..engine.libraries import compile_exported
-from .fused import FusedLayer
+from .layers import FusedLayer
 from .regional import BLOCK, Form
 
 _OPTIONS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}  # one way for each product: nothing is timed

@@ -17,10 +17,14 @@ from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
 from ..fast import delta, native
-from ..fast.fused import Angles, Called, FusedLayer, Norm, Shared, fused_layer, fused_product, is_known, norm_of
+from ..fast.families import is_known
+from ..fast.fused import fused_product
 from ..fast.head_steps import EagleSteps, Shape, TreeInC
+from ..fast.layers import FusedLayer, fused_layer
 from ..fast.native import NativeProduct
+from ..fast.norms import Called, Norm, norm_of
 from ..fast.products import PackedLinear, Product, may_copy
+from ..fast.shared import Angles, Shared
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
 from .mtp import MTPHead, SequentialMTP

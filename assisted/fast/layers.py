@@ -1,0 +1,463 @@
+"""Layers of the Llama family and of hybrids with the gated delta rule, in fewer operations or in C.
+
+A layer takes about twenty operations here instead of fifty. In C, it is one call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.activations import SiLUActivation
+
+from ..engine.cache import SlotCache, SlotLayer
+from ..engine.delta import DeltaMixer, inputs_of, outputs_of
+from ..engine.libraries import CACHE
+from ..engine.parts import with_children
+from ..engine.states import ColumnCache
+from ..engine.sublayers import Path, Skippable
+from . import delta, native, regional
+from .delta import NativeMixer
+from .families import is_fusible
+from .fixed_width import FixedColumns
+from .norms import Called, GatedNorm, Norm, norm_of, plus_product
+from .products import PackedLinear, Product
+from .regional import CompiledLayer, Form
+from .shared import Given, Shared, slots_of_layer
+
+_SEEN = 2**22  # entries of a prompt's mask that become lists of slots
+
+
+def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = False) -> nn.Module:
+    """The faster form of a layer of a known family. copied: weights may be copied. in_floats: in C if it is of float32."""
+    if not is_fusible(layer):
+        return packed_inside(layer, copied)
+    # what runs in C has copies of its own
+    in_floats = in_floats and copied and _fits_floats(layer)
+    made: Any = (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied and not in_floats)
+    if in_floats:
+        products = [*of_mixer(layer), *of_mlp(layer)]
+        made.floats = made.of_floats(products, [norm.factor() for norm in (made.before_attention, made.before_mlp)])
+    return made
+
+
+def _fits_floats(layer: Any) -> bool:
+    """Whether a layer runs in C in float32, by its parts alone."""
+    products = [*of_mixer(layer), *of_mlp(layer)]
+    linear: list[Any] = [module for modules in products for module in modules]
+    biases = [{module.bias is None for module in modules} for modules in products]
+    return (
+        len(products) == len(biases) == 4
+        and all(map(is_float, linear))
+        and all(len(kinds) == 1 for kinds in biases)
+        and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
+        and {part.dtype for part in layer.parameters()} == {torch.float32}
+        and delta.loaded()[0] is not None
+    )
+
+
+def is_float(module: Any) -> bool:
+    """Whether a module is a plain product in float32."""
+    return type(module) is nn.Linear and module.weight.dtype == torch.float32
+
+
+class FusedMLP(Skippable):
+    """What fused layers share: RMSNorm, something, RMSNorm and an MLP.
+
+    It uses plain attributes only, because looking up a submodule takes as long as a small operation. in_8_bits: see `Product`.
+    """
+
+    whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
+    floats: delta.FloatLayer | None = None  # the layer in C, of float32
+
+    def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
+        super().__init__()
+        self.before_attention, self.before_mlp = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
+        if parts := of_mlp(layer):
+            self.activation = layer.mlp.act_fn.forward
+            self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
+        else:
+            self.whole_mlp = packed_inside(layer.mlp, copied).forward
+
+    def without(self, paths: Collection[Path]) -> nn.Module:
+        return Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
+
+    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the MLP's output to the residual stream, [B, n, D]."""
+        normed = self.before_mlp(hidden_states)
+        if self.whole_mlp is not None:
+            made = self.whole_mlp(normed)
+            return hidden_states + (made[0] if isinstance(made, tuple) else made)
+        gate, up = self.gate_up.raw(normed).chunk(2, -1)
+        return hidden_states + self.down.raw(self.activation(gate).mul_(up))
+
+    def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.transform(hidden_states)
+
+
+class DeltaLayer(FusedMLP):
+    """RMSNorm, the gated delta rule, RMSNorm and an MLP, as in hybrids' layers. Prompts run through the layer's own mixer."""
+
+    def __init__(self, layer: Any, shared: Shared, copied: bool):
+        super().__init__(layer, copied)
+        own = layer.linear_attn
+        (inputs, out), norm = of_mixer(layer), outputs_of(own)[0]
+        in_c = own.conv1d.weight.dtype in (torch.float32, torch.bfloat16) and delta.loaded()[0] is not None
+        kind = NativeMixer if in_c else DeltaMixer
+        self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
+        self.mix = self.linear_attn.forward
+
+    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
+        """The layer in C. products, norms: see `FloatLayer`."""
+        assert isinstance(self.linear_attn, NativeMixer)
+        return delta.delta_layer(products, norms, self.linear_attn)
+
+    def stores(self, cache: Any) -> Sequence[torch.Tensor] | None:
+        """The states for a pass over columns; None for others."""
+        columns = getattr(cache, "columns", None)
+        if columns is None or columns.width * self.linear_attn.own.head_v_dim > delta.MOST:
+            return None
+        found: list[torch.Tensor] = cache.states_of(self.linear_attn.layer_idx)
+        return found if len(found) == 2 and found[0].shape[-1] == self.linear_attn.own.conv1d.weight.shape[-1] else None
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:
+        """hidden_states: [B, n, D]. attention_mask: of a prompt with padding, [B, n]. kwargs: the cache, under the name of
+        `CACHE`. Returns [B, n, D]."""
+        cache: Any = kwargs.get(CACHE)
+        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
+            cache.note_together(read)
+            return made[0]
+        found = self._of_text(hidden_states, cache) if attention_mask is None else None
+        if found is not None:
+            return found
+        return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+
+    def _of_text(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor | None:
+        """`forward` of a short prompt in C; None where that is not possible."""
+        mixer: Any = self.linear_attn
+        if self.floats is None or cache is None or not delta.fits(hidden, ()):
+            return None
+        if (states := mixer.states_for(hidden, cache)) is None:
+            return None
+        made = delta.read_text(self.floats, hidden, states, None)
+        mixer.keep(cache, *states)
+        return made
+
+    def _attention_alone(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        return hidden_states + self.mix(self.before_attention(hidden_states), kwargs.get(CACHE), attention_mask)
+
+
+class FusedLayer(FusedMLP):
+    """RMSNorm, rotary attention, RMSNorm and MLP, as in the family's layers; attention may have a gate at its output."""
+
+    ungated: torch.Tensor | None = None  # the indices of query and key heads if there are gates among them
+
+    def __init__(self, layer: Any, shared: Shared, copied: bool, in_8_bits: bool = False):
+        super().__init__(layer, copied, in_8_bits)
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index: int = attention.layer_idx
+        self.is_last = False  # among the model's layers
+        self.head_size: int = attention.head_dim
+        self.scaling: float = attention.scaling
+        self.key_heads = attention.k_proj.out_features // self.head_size
+        self.query_heads = self.key_heads * attention.num_key_value_groups
+        self.shared = shared
+        self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.heads, self.output = [Product(modules, copied, in_8_bits) for modules in of_mixer(layer)]
+        if attention.q_proj.out_features > self.query_heads * self.head_size:  # each query head has a gate after it
+            ends = torch.arange(2 * self.query_heads, 2 * self.query_heads + self.key_heads)
+            self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
+                layer.input_layernorm.weight.device
+            )
+        is_plain = self.ungated is None and self.shared.turn is None and type(self.before_attention) is Norm
+        is_known = is_plain and self.whole_mlp is None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        self.native = self._native([self.heads, self.output, self.gate_up, self.down]) if is_known else None
+        self.compiled: CompiledLayer | None = None
+        self.is_compilable = is_known and copied
+
+    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
+        """The layer in C. products, norms: see `FloatLayer`."""
+        of_heads = [norm.factor() for norm in (self.query_norm, self.key_norm) if norm is not None]
+        turn, size = self.shared.turn, self.head_size
+        turned = size if turn is None else int((turn != torch.arange(size)).sum())
+        sizes = self.query_heads, self.key_heads, size
+        return delta.attention_layer(products, norms, of_heads, sizes, turned, self.ungated is not None, self.scaling)
+
+    def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values for a pass over columns; None for others."""
+        return slots_of_layer(cache, self.index)
+
+    @classmethod
+    def of_form(cls, form: Form, products: list[Any], norms: list[torch.Tensor]) -> FusedLayer:
+        """A layer of other products than those of modules, for compiling. norms: their weights."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.index, layer.is_last, layer.native, layer.compiled, layer.is_compilable = 0, False, None, None, False
+        layer.head_size, layer.scaling, layer.activation = form.head_size, form.scaling, F.silu
+        layer.key_heads, layer.query_heads = form.key_heads, form.query_heads
+        made = [Norm(SimpleNamespace(weight=weight, variance_epsilon=form.epsilon)) for weight in norms]
+        layer.before_attention, layer.before_mlp = made[:2]
+        layer.query_norm, layer.key_norm = made[2:] if form.norms else (None, None)
+        layer.heads, layer.output, layer.gate_up, layer.down = products
+        layer.shared = Given(None)
+        return layer
+
+    @property
+    def form(self) -> Form | None:
+        """What its compiled code depends on; None if it can't be compiled by itself."""
+        products = self.heads, self.output, self.gate_up, self.down
+        linear: list[Any] = [module for product in products for module in product.modules]
+        norms = self.norms
+        if not self.is_compilable or any(type(module) is not nn.Linear for module in linear):
+            return None
+        kinds = {
+            (weight.dtype, weight.device.type) for weight in (*(m.weight for m in linear), *(n.weight for n in norms))
+        }
+        if kinds != {(torch.float32, "cpu")} or len({norm.epsilon for norm in norms}) > 1:
+            return None
+        return Form(
+            linear[3].weight.shape[0],
+            linear[-1].weight.shape[1],
+            self.query_heads,
+            self.key_heads,
+            self.head_size,
+            self.before_attention.epsilon,
+            self.scaling,
+            len(norms) == 4,
+            tuple(product.bias is not None for product in products),
+            torch.get_num_threads(),
+        )
+
+    @property
+    def norms(self) -> list[Norm]:
+        """In the order of the compiled code's arguments."""
+        found = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
+        return [norm for norm in found if norm is not None]
+
+    def weights_of_form(self) -> list[torch.Tensor]:
+        """The weights as arguments of compiled code."""
+        products = self.heads, self.output, self.gate_up, self.down
+        parts: list[list[Any]] = [list(product.modules) for product in products]
+        weights = [regional.blocked(torch.cat([module.weight for module in part])) for part in parts]
+        biases = [torch.empty(0) if product.bias is None else product.bias.detach() for product in products]
+        return [*weights, *biases, *(norm.weight.detach() for norm in self.norms)]
+
+    def compiled_as(self, code: CompiledLayer) -> FusedLayer:
+        """The same layer as another object, run by this code."""
+        other = self.__class__.__new__(self.__class__)
+        other.__dict__ = {**self.__dict__, "compiled": code}
+        return other
+
+    def trial(self, columns: int, top: int) -> Callable[[], list[torch.Tensor]]:
+        """A forward pass over some numbers, with its output, keys and values."""
+        generator = torch.Generator().manual_seed(columns)
+        form = self.form
+        assert form is not None
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        cache = SlotCache(1, top)
+        cache.reserve(top)
+        cache.layers = [SlotLayer(cache) for _ in range(self.index + 1)]
+        cache.lengths = [top - columns]
+        cache.place(columns, torch.device("cpu"))
+        slots = cache.layers[self.index]
+        slots.keys, slots.values = (numbers(1, form.key_heads, top, form.head_size) for _ in range(2))
+        slots.is_initialized = True
+        hidden = numbers(1, columns, form.hidden)
+        angles = numbers(1, columns, 1, form.head_size), numbers(1, columns, 1, form.head_size)
+        mask = torch.ones(columns, top, dtype=torch.bool).tril(top - columns)[None, None] if columns > 1 else None
+        return lambda: [self(hidden, mask, angles, **{CACHE: cache}), slots.keys, slots.values]
+
+    def _native(self, products: list[Product]) -> native.NativeLayer | None:
+        """The layer in C; None if it has not the shapes or the dtype for that."""
+        found = [product.native for product in products if product.native is not None]
+        norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
+        weights = [None if norm is None else norm.weight for norm in norms]
+        fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
+        kinds = {weight.dtype for weight in weights if weight is not None} | {product.dtype for product in found}
+        fits = fits and len(kinds) == 1 and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
+            return None
+        epsilon = self.before_attention.epsilon
+        return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        last_only: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """hidden_states: [B, n, D]. attention_mask: as for sdpa, None for causal attention. position_embeddings: from `Angles`.
+        last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
+        others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
+        """
+        if (made := self.in_c(hidden_states, attention_mask, position_embeddings, last_only, **kwargs)) is not None:
+            return made
+        cache, code = kwargs.get(CACHE), self.compiled
+        if code is not None and (slots := slots_of_layer(cache, self.index)) is not None and code.takes(hidden_states):
+            beside = self.query_heads // self.key_heads
+            compiled = self.shared.compiled(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], beside)
+            return code(hidden_states, *slots, compiled)
+        if torch.compiler.is_compiling() or not self.is_compilable or not regional.is_few(hidden_states):
+            return self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
+        if self.index == 0:
+            self.shared.began = time.perf_counter()
+        made = self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
+        if self.is_last:
+            self.shared.seconds += time.perf_counter() - self.shared.began
+        return made
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        cache: Any,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """The layer by operations of torch; see `forward`."""
+        normed = self.before_attention(hidden_states)
+        given = {CACHE: cache}
+        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **given)
+        return self.transform(attended)
+
+    def in_c(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        last_only: bool = False,
+        beside: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
+        cache: Any = kwargs.get(CACHE)
+        if self.floats is not None and delta.fits(hidden_states, ()):
+            stores = self.stores(cache) or self.slots_to_read(hidden_states, attention_mask, cache)
+            if stores is not None and delta.fits(hidden_states, stores):
+                around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
+                made = delta.read_text(self.floats, hidden_states, stores, around)
+                return made[:, -1:] if last_only and self.is_last else made
+        if self.native is None or hidden_states.dtype != self.native.dtype:
+            return None
+        slots = slots_of_layer(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)
+        if slots is None:
+            return None
+        hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
+        around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
+        if last_only and self.is_last:
+            native.NativeLayers([self.native]).run(hidden, slots, around, beside)
+            hidden, mask = hidden[:, -1:].contiguous(), None if mask is None else mask[:, :, -1:]
+            beside = None if beside is None else beside[:, -1:].contiguous()
+            angles = angles[0][:, -1:], angles[1][:, -1:]
+            around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
+        return self.native(hidden, *slots, around, beside)
+
+    def slots_to_read(
+        self, hidden_states: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The slots for a prompt's columns, which are counted; None if the layer in C cannot read them, or not faster."""
+        rows, width, _ = hidden_states.shape
+        if (
+            torch.compiler.is_compiling()
+            or type(cache) not in (SlotCache, ColumnCache)
+            or cache.start is not None
+            or not isinstance(cache.places, slice)
+            or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
+            or (hidden_states.dtype == torch.float32 and rows * width > native.FLOAT32_COLUMNS and not cache.alike)
+        ):
+            return None
+        layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)
+        layer.count(width, like, like)
+        return layer.keys[cache.places], layer.values[cache.places]
+
+    def attend(
+        self,
+        hidden_states: torch.Tensor,
+        normed: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        last_only: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Add the attention's output for the input `normed`, [B, n, any], to the residual stream, [B, n, D]."""
+        rows, width, _ = hidden_states.shape
+        heads = self.heads(normed).view(rows, width, -1, self.head_size)
+        # shape: [B, n, query heads + 2 key heads, head size], with gates between query heads
+        turning, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
+        if self.ungated is not None:
+            turning = heads.index_select(2, self.ungated)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm.weight, self.key_norm.weight
+            weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
+            turning = self.query_norm(turning, weight)
+        cos, sin = position_embeddings
+        turn = self.shared.turn
+        beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)
+        turned = plus_product(turning * cos, beside, sin).transpose(1, 2)
+        query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
+        cache = kwargs.get(CACHE)
+        if isinstance(cache, FixedColumns):
+            seen = cache.attend(self.index, query, key, value, self.scaling)
+            return hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
+        if cache is not None:
+            key, value = cache.update(key, value, self.index)
+        if last_only and self.is_last:
+            query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
+            attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
+        causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
+        # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
+        together = group if query.device.type == "cpu" and not causal else 1
+        seen = F.scaled_dot_product_attention(
+            query.reshape(rows, self.query_heads // together, together * width, self.head_size),
+            key,
+            value,
+            attn_mask=self.shared.additive(attention_mask, query.dtype, together),
+            is_causal=causal,
+            scale=self.scaling,
+            enable_gqa=group != together,
+        )
+        seen = seen.reshape(rows, self.query_heads, width, self.head_size).transpose(1, 2)
+        if self.ungated is not None:
+            seen = seen * heads[:, -width:, 1 : 2 * self.query_heads : 2].sigmoid()
+        # sums and activations take low-bit products in the dtype they are computed in, which spares conversions
+        return hidden_states + self.output.raw(seen.reshape(rows, width, -1))
+
+    def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.attend(hidden_states, self.before_attention(hidden_states), **kwargs)
+
+
+def of_mixer(layer: Any) -> list[list[Any]]:
+    """The linear modules of a layer's attention or delta rule: those for its input together, and the one at its end."""
+    if "linear_attn" in layer._modules:
+        return [inputs_of(layer.linear_attn), [outputs_of(layer.linear_attn)[1]]]
+    attention = layer.self_attn
+    return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+
+
+def of_mlp(layer: Any) -> list[list[Any]]:
+    """The same of its MLP; none if that has experts."""
+    mlp = layer.mlp
+    return [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if hasattr(mlp, "down_proj") else []
+
+
+def packed_inside(module: nn.Module, copied: bool) -> nn.Module:
+    """The same module with faster products in it."""
+    wide = {
+        tuple(name.split(".")): m for name, m in module.named_modules() if copied and name and PackedLinear.gains(m)
+    }
+    return with_children(module, {path: PackedLinear.of(own) for path, own in wide.items()})  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""All layers of a model in one call in C, or the whole model: embeddings go in, logits come out."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.libraries import CACHE, rotary_angles
+from ..engine.parts import Tap
+from ..engine.prepared import PreparedModule, one_by_one, through_all
+from . import delta, native
+from .layers import DeltaLayer, FusedLayer
+from .norms import Called, Norm
+from .products import Product
+from .shared import slots_of
+
+# by the model or the list of layers
+_TOGETHER: weakref.WeakKeyDictionary[nn.Module, _Together] = weakref.WeakKeyDictionary()
+
+
+def layers_at_once(
+    layers: Iterable[nn.Module],
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **given: Any,
+) -> torch.Tensor:
+    """`one_by_one` of layers in C in one call, of the Llama family or of a hybrid in float32, where they can run this pass.
+    Taps keep their layer's output."""
+    known: _Together = _together(layers)
+    cache: Any = given[CACHE]
+    stores = known.stores(cache)
+    if (
+        stores is None
+        or known.dtype != hidden_states.dtype
+        or (known.natives is None and not delta.fits(hidden_states, stores))
+    ):
+        given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+        return one_by_one(layers, hidden_states, **given)
+    around = known.around(hidden_states, attention_mask, position_embeddings, cache)
+    if known.natives is None:
+        made, read = delta.run([own.floats for own in known.each], hidden_states, stores, around, cache.columns)
+        cache.note_together(read)
+    else:
+        made = hidden_states.new_empty(len(known.each), *hidden_states.shape)
+        known.natives.run(hidden_states.contiguous(), stores, around, made=made)
+    return known.kept(made)
+
+
+def model_at_once(
+    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+) -> torch.Tensor:
+    """`through_all` of a whole model in C in one call, where it can run this pass."""
+    module = prepared.module
+    base = module.base_model
+    known: _Together = _together(base.layers, module)
+    whole = known.natives
+    stores = known.stores(cache)
+    if whole is None or whole.output is None or stores is None or known.dtype != hidden.dtype:
+        return through_all(prepared, hidden, positions, mask, cache)
+    around = known.around(hidden, mask, rotary_angles(base.rotary_emb, hidden, positions), cache)
+    made = hidden.new_empty(len(known.each), *hidden.shape)
+    logits = hidden.new_empty(*hidden.shape[:-1], whole.output.outputs)
+    whole.run(hidden.contiguous(), stores, around, made=made, logits=logits)
+    known.kept(made)
+    return logits[..., : known.vocabulary]
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Layers, as they can run together.
+
+    Args:
+        each: without taps; none if they cannot.
+        attend: which of them have attention.
+        taps: by index.
+        dtype: that they compute in; None if they cannot.
+        natives: the layers of the Llama family in C; None of others.
+        vocabulary: of a whole model in C.
+    """
+
+    each: Sequence[Any]
+    attend: Sequence[bool]
+    taps: Sequence[tuple[int, Tap]]
+    dtype: torch.dtype | None = None
+    natives: native.NativeLayers | None = None
+    vocabulary: int = 0
+
+    @staticmethod
+    def of(layers: Iterable[nn.Module], model: Any) -> _Together:
+        """Layers, some of them inside taps. model: a fused one that ends with them, a norm and a product; None for others."""
+        taps = [(index, layer) for index, layer in enumerate(layers) if type(layer) is Tap]
+        each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
+        attend = [type(own) is FusedLayer for own in each]
+        natives = [own.native for own in each if type(own) is FusedLayer and own.native is not None]
+        if all(type(own) in (FusedLayer, DeltaLayer) and own.floats is not None for own in each):
+            return _Together(each, attend, taps, torch.float32)
+        if len(natives) < len(each) or len({(own.sizes, own.dtype) for own in natives}) > 1:
+            return _Together((), (), taps)
+        made = functools.partial(_Together, each, attend, taps, natives[0].dtype)
+        # a norm that is tapped has to keep what it returns
+        parts = () if model is None else (model.base_model.norm, model.lm_head)
+        norm, head = (part.run for part in parts) if {*map(type, parts)} == {Called} else (None, None)
+        if type(norm) is Norm and isinstance(head, Product) and (output := head.native) is not None:
+            epsilons = {norm.epsilon, *(own.before_attention.epsilon for own in each)}
+            dtypes = {norm.weight.dtype, output.dtype, natives[0].dtype}
+            if len(epsilons) == len(dtypes) == 1 and output.inputs == len(norm.weight):
+                return made(native.NativeLayers(natives, norm.weight.detach(), output), head.outputs)
+        return made(native.NativeLayers(natives))
+
+    def stores(self, cache: Any) -> list[torch.Tensor] | None:
+        """Keys and values, or states, of all layers for a pass over columns; None for other passes."""
+        if self.natives is not None:
+            return slots_of(cache, [own.index for own in self.each])
+        found: list[torch.Tensor] = []
+        capacity = None
+        for own, attends in zip(self.each, self.attend, strict=True):
+            part = own.stores(cache)
+            if part is None or (attends and part[0].shape[2] != (capacity or part[0].shape[2])):
+                return None
+            capacity = part[0].shape[2] if attends else capacity
+            found += part
+        return found
+
+    def around(
+        self, hidden: torch.Tensor, mask: torch.Tensor | None, angles: tuple[torch.Tensor, torch.Tensor], cache: Any
+    ) -> Any:
+        """What their attention shares in a pass; None if none has any."""
+        if True not in self.attend:
+            return None
+        own, columns = self.each[self.attend.index(True)], getattr(cache, "columns", None)
+        if columns is not None and columns.parents is None and cache.visible is None:
+            mask = None  # each column sees all slots up to its own
+        return own.shared.around(hidden, mask, angles, cache, own.index)
+
+    def kept(self, made: torch.Tensor) -> torch.Tensor:
+        """Give taps their layers' outputs, and return the last one. made: [layers, R, n, D]."""
+        for index, tap in self.taps:
+            tap.hidden = made[index]
+        return made[-1]
+
+
+def _together(layers: Any, model: Any = None) -> _Together:
+    """`_Together.of` the layers, computed once."""
+    key = layers if model is None else model  # which may share its layers with one that also taps the norm
+    known = _TOGETHER.get(key)
+    if known is None:
+        known = _TOGETHER[key] = _Together.of(layers, model)
+    return known

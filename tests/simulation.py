@@ -150,6 +150,9 @@ def simulate(
         forwards, drafted = _draft(length, budget, texts, at, unfinished, asks, sampled)
         if found < 1:
             drafted = [count if finds.random() < found else 0 for count in drafted]
+            if any(drafted):
+                width = length.fit([drafted[row] for row in unfinished])
+                drafted = [min(count, width) for count in drafted]
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True

@@ -156,3 +156,25 @@ def test_policies_are_frozen_and_start_afresh(policy):
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.maximum = 1
     assert policy.start() is not policy.start()
+
+
+def test_a_lookup_of_few_rows_is_cut_to_what_it_is_worth():
+    """Every column is computed for all rows. What one row of eight has found costs more than it saves."""
+    length, rows = Adaptive().start(), range(8)
+    found = [8] + [0] * 7
+    length.budget(rows)
+    assert length.fit(found) == 8  # nothing is known yet
+    for drafted in [0, 4, 0, 4] * 20:
+        length.budget(rows)
+        each = (drafted, drafted, drafted + 1)
+        length.observe(Round.counted([each] * 8, 0.0001, 0.010 + 0.002 * drafted, asked=drafted > 0))
+    length.budget(rows)
+    assert length.fit([8] * 8) == 8
+    assert length.fit([16] * 8) == 9  # at most twice the positions that were timed, the committed one among them
+    assert length.fit(found) == length.fit([0] * 8) == 0
+    assert 0 < length.fit([8] * 7 + [2]) <= 8
+    length.known.credit = 0.0
+    length.budget(rows)
+    assert length.fit(found) == 1  # a probe
+    length.budget(ONE)
+    assert length.fit([8]) == 8

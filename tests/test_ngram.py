@@ -15,6 +15,7 @@ from assisted import AssistedModelForCausalLM, NGram
 from assisted.drafters import parse
 from assisted.drafters.lookup import LONGEST_PAUSE, Backoff
 from assisted.drafters.ngram import NGramDrafting, NGramIndex
+from assisted.lengths.base import Length
 from assisted.text import Text
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -22,7 +23,7 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 
 def call(mask=None):
     target = SimpleNamespace(masks=SimpleNamespace(trees=True))
-    return SimpleNamespace(attention_mask=mask, target=target, encoded=None)
+    return SimpleNamespace(attention_mask=mask, target=target, encoded=None, length=Length())
 
 
 def text_of(*rows, limit=64):
@@ -170,3 +171,26 @@ def test_specs():
             parse(wrong)
     with pytest.raises(ValueError, match="max_ngram"):
         NGram(2, 3)
+
+
+class Two(Length):
+    """Proposes two tokens of what has been found."""
+
+    def fit(self, found):
+        return min(2, max(found))
+
+
+def test_rows_propose_as_many_tokens_as_fit_the_batch():
+    repeats, others = [5, 6, 7, 8, 9, 10] * 3, list(range(20, 38))
+    for length, rows, expected in (
+        (Length(), [repeats, others], [6, 0]),
+        (Two(), [repeats, others], [2, 0]),
+        (Two(), [repeats, repeats], [2, 2]),
+        (Two(), [others, others], [0, 0]),
+        (Two(), [repeats], [6]),  # there is nobody to pay for it
+    ):
+        given = call()
+        given.length = length
+        draft = NGramDrafting(NGram(), given).propose(text_of(*rows), 6)
+        assert draft.lengths.tolist() == expected
+        assert draft.tokens[0].tolist() == [5, 6, 7, 8, 9, 10][: draft.width]

@@ -35,6 +35,10 @@ class Proposal:
     expected: float = 0.0
     parents: list[int] | None = None
 
+    def first(self, count: int) -> Proposal:
+        """The first tokens of a chain."""
+        return self if len(self.tokens) <= count else Proposal(self.tokens[:count], min(self.expected, count))
+
 
 NOTHING = Proposal([])
 
@@ -91,6 +95,9 @@ class Lookup(Drafting):
             room = text.max_length - text.lengths[row] - 1
             if room > 0:
                 proposals[row] = self.look_up(row, min(budget, room))
+        if len(unfinished) > 1 and all(proposal.parents is None for proposal in proposals):
+            width = self.call.length.fit([len(proposals[row].tokens) for row in unfinished])
+            proposals = [proposal.first(width) for proposal in proposals]
         expected = sum(proposals[row].expected for row in unfinished) / len(unfinished)
         return as_draft(proposals, text.ids.device, expected)
 

@@ -55,6 +55,7 @@ class Known:
         pause: length of the next pause in tokens.
         paused: tokens left of the current pause.
         acceptance: how often drafted tokens are accepted.
+        found: the same of a drafter that looks them up, where it has found any.
         asks: whether the drafter asks before every token; None before its first draft.
         nodes: drafted nodes, to the tokens that a block was asked for: 1 for chains.
         pace: recent seconds per committed token of a row, by the costs.
@@ -67,6 +68,7 @@ class Known:
     pause: float = PAUSE
     paused: float = 0.0
     acceptance: Acceptance = field(default_factory=Acceptance)
+    found: Acceptance = field(default_factory=Acceptance)
     asks: bool | None = None
     nodes: DecayedMean = field(default_factory=DecayedMean)
     pace: DecayedMean = field(default_factory=DecayedMean)
@@ -241,6 +243,21 @@ class _Adaptive(Length):
         self.forwards += 1
         return True
 
+    def fit(self, found: Sequence[int]) -> int:
+        verify, longest = self.known.verify, max(found)
+        if len(found) == 1 or not verify.knots:
+            return longest
+        longest = min(longest, _FARTHER * verify.largest - 1)
+        prices = [self._price(row) for row in self.unfinished]
+        best, most, gain, reached = 0, 0.0, 0.0, 1.0
+        for position, accept in enumerate(self.known.found.chain(longest)):
+            reached *= accept
+            here = sum(price for count, price in zip(found, prices, strict=True) if count > position)
+            gain += reached * here / len(prices) - (verify.at(position + 2) - verify.at(position + 1))
+            if gain > most or (position == 0 and self.probing):  # a probe drafts at least one token
+                best, most = position + 1, gain
+        return best
+
     def observe(self, round: Round) -> None:
         known, rows = self.known, round.unfinished
         committed, advance = round.mean(round.kept), self._advance(round)
@@ -318,7 +335,7 @@ class _Adaptive(Length):
             known.draft.add(self._draft_count(), round.draft_seconds)
         if drafted > self.asked_for:
             known.nodes.add(drafted / self.asked_for, keep=KEEP_LOCAL)
-        outcomes = []
+        outcomes, found = [], []
         deepest = max(round.depths[row] for row in round.unfinished)
         for row in round.unfinished:
             accepted = round.accepted[row]
@@ -329,7 +346,11 @@ class _Adaptive(Length):
                 depth = min(deepest, self.asked_for)
             rejected = accepted < depth and round.kept[row] > accepted
             outcomes.append((self.confidences.get(row, ()), accepted, accepted + rejected))
+            rejected = accepted < round.depths[row] and round.kept[row] > accepted
+            found.append(((), accepted, accepted + rejected))
         known.acceptance.learn(outcomes, self.drawn)
+        if not self.asked and len(round.unfinished) > 1:
+            known.found.learn(found)
 
     def _draft_count(self) -> int:
         """The count that the cost of this round's draft depends on: its forward passes, or the tokens asked for at once."""

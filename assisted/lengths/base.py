@@ -63,6 +63,11 @@ class Length:
         """
         return q.new_ones(len(q), dtype=torch.bool)
 
+    def fit(self, found: Sequence[int]) -> int:
+        """How many tokens to propose of chains that a drafter has found, at most the longest. Each one is verified in all rows,
+        so the rows that found less pay for it, too. found: tokens of each unfinished row, in the order of `budget`."""
+        return max(found)
+
     def observe(self, round: Round) -> None:
         """Take in the outcome of a round. Called after every round, also after those without a draft."""
 

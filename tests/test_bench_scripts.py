@@ -50,7 +50,7 @@ WITH_FIGURES = (
 
 CHAT = ("kernels", "kernels_sampled", "bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
 SECTIONS = {
-    "benchmarks/batches": [("batches", "shipped_pair")],
+    "benchmarks/batches": [("batches", "shipped_pair"), ("smollm2", "smollm2_batches", "smollm2_batches_without_amx")],
     "benchmarks/chat-model": [("smollm2", *(f"smollm2_{name}" for name in CHAT)), ("step", "step")],
     "benchmarks/larger-targets": [("grown", "grown")],
     "benchmarks/long-contexts": [("contexts", "contexts")],

@@ -185,7 +185,7 @@ def test_the_faster_products_are_measured_once(faster: str, monkeypatch: pytest.
     measured = []
 
     def seconds_of(library: Any) -> float:
-        measured.append(library._name)
+        measured.append(library.of_group)
         return float(len(measured) == 1) if faster == "float32" else float(len(measured))
 
     monkeypatch.setattr(native, "seconds_of", seconds_of)
@@ -193,14 +193,14 @@ def test_the_faster_products_are_measured_once(faster: str, monkeypatch: pytest.
     try:
         for _ in range(2):
             native.loaded.cache_clear()
-            chosen.append(native.loaded()[0]._name)
+            chosen.append(native.loaded()[0].of_group)  # what each needs beside its inputs tells them apart
         (file,) = tmp_path.glob("faster-*")
         file.write_text("neither")
         native.loaded.cache_clear()
         assert len(measured) == 2 and native.loaded()[0] is not None and len(measured) == 4
     finally:
         native.loaded.cache_clear()
-    assert chosen == [measured[faster == "float32"]] * 2
+    assert len({*measured}) == 2 and chosen == [measured[faster == "float32"]] * 2
 
 
 @needed

@@ -305,13 +305,6 @@ typedef struct {
     int32_t whole;    /* sum of the steps */
 } Rounded;
 
-/* A column's inputs of a group in float32. */
-typedef struct {
-    float inputs[GROUP], sum;
-} Expanded;
-
-const int64_t most_of_group = sizeof(Expanded) / sizeof(float);
-
 INLINE ints ints_of(const void *from) {
     ints found;
     memcpy(&found, from, sizeof found);
@@ -512,6 +505,8 @@ INLINE void round_group(const bf16 *x, Rounded *to) {
 
 #ifdef DOTS
 
+const int64_t most_of_group = sizeof(Rounded) / sizeof(float);
+
 /* The levels -8 to 7 of four bits; twice, because a permutation looks at five bits of its indices. */
 static const bf16 LEVELS[32] = {
     0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -605,6 +600,13 @@ INLINE int64_t of_group(const Product *p) { return p->input_bits == 8 ? sizeof(R
 #define INPUTS4 x, of_groups
 
 #else
+
+/* A column's inputs of a group in float32. */
+typedef struct {
+    float inputs[GROUP], sum;
+} Expanded;
+
+const int64_t most_of_group = sizeof(Expanded) / sizeof(float);
 
 INLINE words words_of(const void *from) { return (words)ints_of(from); }
 

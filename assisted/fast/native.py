@@ -177,7 +177,7 @@ def _faster(one: Any, other: Any) -> Any:
     key = hashlib.sha256(f"{one._name} {other._name} {model}".encode()).hexdigest()[:16]
     file = folder() / f"faster-{key}"
     with contextlib.suppress(OSError):
-        kept = file.read_text()
+        kept = file.read_text(errors="replace")
         if kept in ("one", "other"):
             return one if kept == "one" else other
     best = one if seconds_of(one) <= seconds_of(other) else other

@@ -198,6 +198,10 @@ def test_the_faster_products_are_measured_once(faster: str, monkeypatch: pytest.
         file.write_text("neither")
         native.loaded.cache_clear()
         assert len(measured) == 2 and native.loaded()[0] is not None and len(measured) == 4
+        file.unlink()
+        monkeypatch.setattr(native, "seconds_of", lambda library: file.write_text("other") and 0.0)
+        native.loaded.cache_clear()  # another process decides while this one measures
+        assert native.loaded()[0].of_group == measured[1]
     finally:
         native.loaded.cache_clear()
     assert len({*measured}) == 2 and chosen == [measured[faster == "float32"]] * 2

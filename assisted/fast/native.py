@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -176,14 +176,18 @@ def _faster(one: Any, other: Any) -> Any:
     model = next((line for line in _cpuinfo().splitlines() if line.startswith("model name")), "")
     key = hashlib.sha256(f"{one._name} {other._name} {model}".encode()).hexdigest()[:16]
     file = folder() / f"faster-{key}"
-    with contextlib.suppress(OSError):
-        kept = file.read_text(errors="replace")
-        if kept in ("one", "other"):
-            return one if kept == "one" else other
-    best = one if seconds_of(one) <= seconds_of(other) else other
-    with contextlib.suppress(OSError), _whole(file) as partial:
-        partial.write_text("one" if best is one else "other")
-    return best
+
+    def kept() -> Any:
+        with contextlib.suppress(OSError):
+            return {"one": one, "other": other}.get(file.read_text(errors="replace"))
+
+    found = kept()
+    if found is None:
+        found = one if seconds_of(one) <= seconds_of(other) else other
+        with contextlib.suppress(OSError), file.open("x") as opened:  # of several processes, the first one decides
+            opened.write("one" if found is one else "other")
+        found = kept() or found
+    return found
 
 
 @torch.inference_mode(False)
@@ -241,17 +245,10 @@ def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
 
 
 def _compile(command: list[str], file: Path) -> None:
-    with _whole(file) as partial:
-        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
-
-
-@contextlib.contextmanager
-def _whole(file: Path) -> Iterator[Path]:
-    """A file to write, which takes this one's place at the end: another process reads the whole file or none."""
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
         partial = Path(folder, file.name)
-        yield partial
-        partial.replace(file)
+        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
+        partial.replace(file)  # another process loads the whole file or none
 
 
 def most_of(dtype: torch.dtype) -> int:

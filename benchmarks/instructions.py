@@ -7,24 +7,22 @@ All run in turns, over more weights than a core's cache holds. The minimum over 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from products import INNER, OUTER, timed
 from tables import arguments, figures, publish
 from torch import nn
 
 from assisted.bench import machine
-from assisted.bench.clock import turns
 from assisted.bench.table import markdown_table
 from assisted.fast import native
 from assisted.fast.low_bit import low_bit
 from assisted.fast.products import PackedLinear
 
 COLUMNS = (1, 2, 5, 8, 16, 40)
-OUTER, INNER = 4096, 1024
 _WEIGHTS = 12
 NAMES = {
     "amx_tile": "AMX",
@@ -44,25 +42,17 @@ KINDS: dict[str, Callable[[nn.Linear], Any]] = {
 
 @torch.no_grad()
 def measure(args: Any) -> dict[str, Any]:
-    inputs = [torch.randn(columns, INNER).to(torch.bfloat16) for columns in COLUMNS]
-    ways: dict[tuple[str, str], list[Any]] = {}
+    ways: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for names in native.PROCESSORS:
         if not native.processor_flags().issuperset(names):
             continue
         native.loaded.cache_clear()
+        title = next(title for name, title in NAMES.items() if name in names)
         with patch.object(native, "PROCESSORS", (names,)):
             for kind, make in KINDS.items():
-                title = next(title for name, title in NAMES.items() if name in names)
-                ways[kind, title] = [make(nn.Linear(INNER, OUTER, bias=False)) for _ in range(_WEIGHTS)]
+                ways[kind][title] = True, [make(nn.Linear(INNER, OUTER, bias=False)) for _ in range(_WEIGHTS)]
     native.loaded.cache_clear()
-    found: dict[str, dict[str, dict[str, float]]] = {kind: {} for kind in KINDS}
-    for (kind, title), number, _ in turns(list(ways), len(COLUMNS), args.repeats):
-        started = time.perf_counter()
-        for product in ways[kind, title]:
-            product(inputs[number])
-        took = 1000 * (time.perf_counter() - started) / _WEIGHTS
-        best, columns = found[kind].setdefault(title, {}), str(COLUMNS[number])
-        best[columns] = min(took, best.get(columns, took))
+    found = {kind: timed(titles, torch.bfloat16, args.repeats, COLUMNS) for kind, titles in ways.items()}
     about = machine(torch.device("cpu"), torch.bfloat16) | {"rounds": args.repeats}
     return {"about": about, "milliseconds": found}
 

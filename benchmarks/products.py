@@ -8,7 +8,7 @@ All ways run in turns, over more weights than caches hold. The minimum over repe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -56,18 +56,21 @@ def without_kernels(make: Callable[[], list[Any]]) -> list[Any]:
         return make()
 
 
-def timed(ways: dict[str, tuple[bool, list[Any]]], dtype: torch.dtype, rounds: int) -> dict[str, dict[str, float]]:
+def timed(
+    ways: dict[str, tuple[bool, list[Any]]], dtype: torch.dtype, rounds: int, columns: Sequence[int] = COLUMNS
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of one product, by way and columns. ways: whether oneDNN is on, and the products."""
     found: dict[str, dict[str, float]] = {}
-    inputs = [torch.randn(columns, INNER).to(dtype) for columns in COLUMNS]
-    for way, number, _ in turns(list(ways), len(COLUMNS), rounds):
+    inputs = [torch.randn(count, INNER).to(dtype) for count in columns]
+    for way, number, _ in turns(list(ways), len(columns), rounds):
         onednn, products = ways[way]
         with torch.backends.mkldnn.flags(enabled=onednn):
             started = time.perf_counter()
             for product in products:
                 product(inputs[number])
             took = 1000 * (time.perf_counter() - started) / len(products)
-        best, columns = found.setdefault(way, {}), str(COLUMNS[number])
-        best[columns] = min(took, best.get(columns, took))
+        best, count = found.setdefault(way, {}), str(columns[number])
+        best[count] = min(took, best.get(count, took))
     return found
 
 

@@ -52,7 +52,7 @@ class Report:
             the target is the one that transformers or somebody else wrote; or "plain", without drafts.
         because: why it did not take the shortcuts; None if it could.
         passes: what the target's forward passes after the last call's prompt ran as, where they could: "eager", "packed
-            products", "fused layers", "layers in C", "compiled layers", "compiled passes" or "CUDA graphs". None for plain
+            products", "fused layers", "layers in C", "compiled passes" or "CUDA graphs". None for plain
             calls and `generate_many`.
         warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed. Those
             that cost the drafts were also given as Python warnings.

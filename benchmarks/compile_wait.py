@@ -24,10 +24,9 @@ from tables import about, arguments, figures, markdown_table, publish
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import read
-from assisted.fast import fused
 from assisted.lengths.policies import Never
 
-WAYS = {"layers in C": "auto", "fused layers": "auto", "compiled layers": "auto", "whole passes": "compile"}
+WAYS = {"layers in C": "auto", "fused layers": "auto", "whole passes": "compile"}
 DRAFTS: dict[str, Any] = {"no draft": Never(), "4 tokens": 4}
 
 
@@ -55,8 +54,6 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
     pair = opened(args.start)
     ids = read(["chat"], pair.tokenizer, 1)[0].ids
     began = time.perf_counter()
-    if args.start == "compiled layers":
-        fused.compile_layers(pair.target)
     for length in DRAFTS.values():  # code for both
         milliseconds(pair, ids, 4, length)
     first = time.perf_counter() - began

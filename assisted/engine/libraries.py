@@ -423,19 +423,6 @@ def compile_graph(graph: Any, inputs: Any, options: Mapping[str, Any] | None) ->
     return compile_fx(graph, inputs, config_patches=None if options is None else _known(_INDUCTOR, options)[1])
 
 
-def compile_exported(program: Any, file: str, options: Mapping[str, Any]) -> None:
-    """An exported program as code in a file, compiled by inductor with these options."""
-    compiled = importlib.import_module("torch._inductor").aoti_compile_and_package
-    compiled(program, package_path=file, inductor_configs=dict(options))
-
-
-def load_compiled(file: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The code of a file as a function of a list of tensors. Calling the package itself parses its signature every time."""
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    run = importlib.import_module("torch._inductor").aoti_load_package(file).loader.boxed_run
-    return run
-
-
 def _nothing() -> None:
     """In builds without CUDA."""
 

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +30,12 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import delta, fixed_width, native, regional
+from . import delta, fixed_width, native
 from .families import is_fusible, layers_of, path_of
 from .layers import FusedLayer, FusedMLP, fused_layer, is_float, of_mixer, of_mlp
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .norms import Called, norm_of
 from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
-from .regional import Takeover
 from .shared import Angles, Shared
 from .sources import Modules, Source, Weights
 from .together import layers_at_once, model_at_once
@@ -82,7 +81,7 @@ def prepare(
     trusted = settings.trust_in(model)
     if settings.fuses and trusted.is_own:
         fuse = fuse or functools.partial(fused, read=settings.read, bits=settings.bits)
-        made = _taken_over(fuse(model, trusted), model, settings)
+        made = fuse(model, trusted)
     else:
         made = PreparedModule(model, is_own=trusted.is_own)
     settings.read = None  # whatever runs from here on may change weights
@@ -90,52 +89,6 @@ def prepare(
         settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the layers of a model now, and wait for it; calls with `fast="auto"` then take them. Nothing happens to models
-    whose layers can't be compiled by themselves."""
-    made = fused(model)
-    takeover = _takeover(made)
-    if takeover is not None:
-        takeover.begin(
-            made.module.model.layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), False
-        )
-
-
-def _taken_over(made: PreparedModule, model: PreTrainedModel, settings: CallSettings) -> PreparedModule:
-    """The model with compiled layers if they are ready. They are begun once they pay off, and a later call takes them. With
-    `fast="compile"` whole passes are compiled instead, which takes longer and makes them faster."""
-    takeover = None if settings.bits or settings.mode == "compile" else _takeover(made)
-    if takeover is None:
-        return made
-    layers = made.module.model.layers
-    if takeover.layers is None and takeover.reason is None and regional.pays(layers[0].shared.seconds, layers[0].form):
-        takeover.begin(layers, lambda found: _agree_in_rounds(model, _with_layers(made, found)), True)
-    if takeover.reason is not None:
-        settings.note(f"layers of {type(model).__name__} are not compiled one by one: {takeover.reason}")
-    return made if takeover.layers is None else _with_layers(made, takeover.layers)
-
-
-def _takeover(made: PreparedModule) -> Takeover | None:
-    """How far the compiled layers of a model are; None if its layers can't be compiled by themselves."""
-    layers = getattr(getattr(made.module, "model", None), "layers", ())
-    if not layers or not all(isinstance(layer, FusedLayer) and layer.native is None for layer in layers):
-        return None
-    known, form = TAKEOVERS.setdefault(layers, {}), layers[0].form
-    if (threads := torch.get_num_threads()) not in known:
-        if (
-            not regional.fits(form)
-            or any(layer.form != form for layer in layers)
-            or not may_take(len(layers) * form.entries * torch.float32.itemsize)
-        ):
-            return None
-        known[threads] = Takeover()
-    return known[threads]
-
-
-def _with_layers(made: PreparedModule, layers: nn.ModuleList) -> PreparedModule:
-    return replace(made, module=with_children(made.module, {("model", "layers"): layers}), runs="compiled layers")
 
 
 def with_same_bits(prepared: PreparedModule) -> PreparedModule:
@@ -213,8 +166,6 @@ def fused_product(module: nn.Linear, in_8_bits: bool = False) -> nn.Module:
 
 
 _SAME_BITS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()  # by the layers
-# by the layers and the number of threads
-TAKEOVERS: weakref.WeakKeyDictionary[nn.Module, dict[int, Takeover]] = weakref.WeakKeyDictionary()
 _Children = dict[tuple[str, ...], nn.Module]
 
 

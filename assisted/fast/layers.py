@@ -5,9 +5,7 @@ A layer takes about twenty operations here instead of fifty. In C, it is one cal
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,20 +13,19 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import SiLUActivation
 
-from ..engine.cache import SlotCache, SlotLayer
+from ..engine.cache import SlotCache
 from ..engine.delta import DeltaMixer, inputs_of, outputs_of
 from ..engine.libraries import CACHE
 from ..engine.parts import with_children
 from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
-from . import delta, native, regional
+from . import delta, native
 from .delta import NativeMixer
 from .families import is_fusible
 from .fixed_width import FixedColumns
 from .norms import Called, GatedNorm, Norm, norm_of, plus_product
 from .products import PackedLinear, Product
-from .regional import CompiledLayer, Form
-from .shared import Given, Shared, slots_of_layer
+from .shared import Shared, slots_of_layer
 
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
 
@@ -182,8 +179,6 @@ class FusedLayer(FusedMLP):
         is_plain = self.ungated is None and self.shared.turn is None and type(self.before_attention) is Norm
         is_known = is_plain and self.whole_mlp is None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
         self.native = self._native([self.heads, self.output, self.gate_up, self.down]) if is_known else None
-        self.compiled: CompiledLayer | None = None
-        self.is_compilable = is_known and copied
 
     def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
         """The layer in C. products, norms: see `FloatLayer`."""
@@ -196,89 +191,6 @@ class FusedLayer(FusedMLP):
     def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values for a pass over columns; None for others."""
         return slots_of_layer(cache, self.index)
-
-    @classmethod
-    def of_form(cls, form: Form, products: list[Any], norms: list[torch.Tensor]) -> FusedLayer:
-        """A layer of other products than those of modules, for compiling. norms: their weights."""
-        layer = cls.__new__(cls)
-        nn.Module.__init__(layer)
-        layer.index, layer.is_last, layer.native, layer.compiled, layer.is_compilable = 0, False, None, None, False
-        layer.head_size, layer.scaling, layer.activation = form.head_size, form.scaling, F.silu
-        layer.key_heads, layer.query_heads = form.key_heads, form.query_heads
-        made = [Norm(SimpleNamespace(weight=weight, variance_epsilon=form.epsilon)) for weight in norms]
-        layer.before_attention, layer.before_mlp = made[:2]
-        layer.query_norm, layer.key_norm = made[2:] if form.norms else (None, None)
-        layer.heads, layer.output, layer.gate_up, layer.down = products
-        layer.shared = Given(None)
-        return layer
-
-    @property
-    def form(self) -> Form | None:
-        """What its compiled code depends on; None if it can't be compiled by itself."""
-        products = self.heads, self.output, self.gate_up, self.down
-        linear: list[Any] = [module for product in products for module in product.modules]
-        norms = self.norms
-        if not self.is_compilable or any(type(module) is not nn.Linear for module in linear):
-            return None
-        kinds = {
-            (weight.dtype, weight.device.type) for weight in (*(m.weight for m in linear), *(n.weight for n in norms))
-        }
-        if kinds != {(torch.float32, "cpu")} or len({norm.epsilon for norm in norms}) > 1:
-            return None
-        return Form(
-            linear[3].weight.shape[0],
-            linear[-1].weight.shape[1],
-            self.query_heads,
-            self.key_heads,
-            self.head_size,
-            self.before_attention.epsilon,
-            self.scaling,
-            len(norms) == 4,
-            tuple(product.bias is not None for product in products),
-            torch.get_num_threads(),
-        )
-
-    @property
-    def norms(self) -> list[Norm]:
-        """In the order of the compiled code's arguments."""
-        found = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
-        return [norm for norm in found if norm is not None]
-
-    def weights_of_form(self) -> list[torch.Tensor]:
-        """The weights as arguments of compiled code."""
-        products = self.heads, self.output, self.gate_up, self.down
-        parts: list[list[Any]] = [list(product.modules) for product in products]
-        weights = [regional.blocked(torch.cat([module.weight for module in part])) for part in parts]
-        biases = [torch.empty(0) if product.bias is None else product.bias.detach() for product in products]
-        return [*weights, *biases, *(norm.weight.detach() for norm in self.norms)]
-
-    def compiled_as(self, code: CompiledLayer) -> FusedLayer:
-        """The same layer as another object, run by this code."""
-        other = self.__class__.__new__(self.__class__)
-        other.__dict__ = {**self.__dict__, "compiled": code}
-        return other
-
-    def trial(self, columns: int, top: int) -> Callable[[], list[torch.Tensor]]:
-        """A forward pass over some numbers, with its output, keys and values."""
-        generator = torch.Generator().manual_seed(columns)
-        form = self.form
-        assert form is not None
-
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator)
-
-        cache = SlotCache(1, top)
-        cache.reserve(top)
-        cache.layers = [SlotLayer(cache) for _ in range(self.index + 1)]
-        cache.lengths = [top - columns]
-        cache.place(columns, torch.device("cpu"))
-        slots = cache.layers[self.index]
-        slots.keys, slots.values = (numbers(1, form.key_heads, top, form.head_size) for _ in range(2))
-        slots.is_initialized = True
-        hidden = numbers(1, columns, form.hidden)
-        angles = numbers(1, columns, 1, form.head_size), numbers(1, columns, 1, form.head_size)
-        mask = torch.ones(columns, top, dtype=torch.bool).tril(top - columns)[None, None] if columns > 1 else None
-        return lambda: [self(hidden, mask, angles, **{CACHE: cache}), slots.keys, slots.values]
 
     def _native(self, products: list[Product]) -> native.NativeLayer | None:
         """The layer in C; None if it has not the shapes or the dtype for that."""
@@ -307,32 +219,8 @@ class FusedLayer(FusedMLP):
         """
         if (made := self.in_c(hidden_states, attention_mask, position_embeddings, last_only, **kwargs)) is not None:
             return made
-        cache, code = kwargs.get(CACHE), self.compiled
-        if code is not None and (slots := slots_of_layer(cache, self.index)) is not None and code.takes(hidden_states):
-            beside = self.query_heads // self.key_heads
-            compiled = self.shared.compiled(hidden_states, attention_mask, position_embeddings, kwargs[CACHE], beside)
-            return code(hidden_states, *slots, compiled)
-        if torch.compiler.is_compiling() or not self.is_compilable or not regional.is_few(hidden_states):
-            return self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
-        if self.index == 0:
-            self.shared.began = time.perf_counter()
-        made = self.run(hidden_states, attention_mask, position_embeddings, cache, last_only)
-        if self.is_last:
-            self.shared.seconds += time.perf_counter() - self.shared.began
-        return made
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        cache: Any,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        """The layer by operations of torch; see `forward`."""
         normed = self.before_attention(hidden_states)
-        given = {CACHE: cache}
-        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **given)
+        attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
         return self.transform(attended)
 
     def in_c(

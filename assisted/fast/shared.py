@@ -12,7 +12,6 @@ from torch import nn
 from ..engine.cache import SlotCache, SlotLayer
 from ..engine.libraries import rotary_angles
 from . import native
-from .regional import CompiledPass
 
 _KNOWN = ("transformers.", "assisted.")  # packages whose rotary embeddings follow their `rope_type`
 _TABLE = 2**13  # positions with tabulated angles
@@ -79,16 +78,12 @@ class Shared:
 
     Attributes:
         turn: see `Angles`.
-        seconds: spent so far in forward passes over few columns.
-        began: when the last forward pass began.
     """
 
     def __init__(self, angles: Angles | None) -> None:
         self.turn = None if angles is None else angles.turn
         self.mask: tuple[Any, torch.Tensor] | None = None
         self.passed: tuple[Any, Any, native.NativePass] | None = None
-        self.given: tuple[Any, Any, CompiledPass] | None = None
-        self.seconds = self.began = 0.0
 
     def around(
         self,
@@ -111,25 +106,6 @@ class Shared:
             known = self.passed = mask, angles[0], native.NativePass(*angles, places, seen, rows, first, end)
         return known[2]
 
-    def compiled(
-        self,
-        hidden: torch.Tensor,
-        mask: torch.Tensor | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        cache: SlotCache,
-        beside: int,
-    ) -> CompiledPass:
-        """What the compiled layers of this forward pass share. beside: heads that attention joins."""
-        known = self.given
-        if known is None or known[0] is not mask or known[1] is not angles[0]:
-            width = hidden.shape[1]
-            seen = (
-                torch.ones(1, 1, width, cache.top, dtype=torch.bool).tril(cache.top - width) if mask is None else mask
-            )
-            given = _additive(seen, hidden.dtype, beside), *angles, _places(cache, width)
-            known = self.given = mask, angles[0], CompiledPass(*given)
-        return known[2]
-
     def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
         """The additive mask that sdpa would compute in every layer, repeated for `beside` joined heads, [.., beside * n, m]."""
         if mask is None:
@@ -140,13 +116,6 @@ class Shared:
         if known is None or known[0] is not mask:
             known = self.mask = mask, _additive(mask, dtype, beside)
         return known[1]
-
-
-class Given(Shared):
-    """What compiled code is given: the mask as attention takes it."""
-
-    def additive(self, mask: torch.Tensor | None, dtype: torch.dtype, beside: int) -> torch.Tensor | None:
-        return mask
 
 
 def _places(cache: SlotCache, width: int) -> torch.Tensor:

@@ -153,6 +153,9 @@ class Generation:
             **kwargs: Any,
         ) -> Any:
             self._reached = True
+            input_ids = (
+                input_ids.long() if input_ids.dtype == torch.int32 else input_ids
+            )  # both are ids for transformers
             if self._tokenizer is not None:
                 input_ids = model.heal_tokens(input_ids, self._tokenizer)
             encoded, kwargs = Encoded.split(model, kwargs, inputs_tensor)

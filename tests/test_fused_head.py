@@ -6,7 +6,7 @@ from architectures import ARCHITECTURES, RECURRENT, build
 from eagle_heads import random_head
 from mtp_heads import random_mtp
 from pairs import ROUNDING, pair
-from test_native import LLAMA, needed
+from test_native import LLAMA, needed, with_own_epsilons
 from transformers import LlamaForCausalLM
 
 from assisted.engine.cache import SlotCache
@@ -35,7 +35,7 @@ KINDS = {
 def test_what_it_says_is_what_the_head_says(kind):
     """Over a prompt, single columns behind it and a level of a tree, the second row padded on the left."""
     target = pair()[0]
-    head = random_head(target, 3, **KINDS[kind])
+    head = with_own_epsilons(random_head(target, 3, **KINDS[kind]))
     other = fused_head(head)
     assert all(isinstance(layer, FusedLayer) for layer in other.module.layers)
     assert other.module.fc.weight is head.fc.weight
@@ -48,7 +48,7 @@ BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_next", "qwen3_5"])
 def test_an_mtp_head_of_a_known_family(name):
     target = build(BY_NAME[name])
-    head = random_mtp(target)
+    head = with_own_epsilons(random_mtp(target))
     other = fused_head(head)
     assert isinstance(other.module.layer, FusedLayer)
     assert head.layer is not other.module.layer

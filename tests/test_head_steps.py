@@ -5,7 +5,7 @@ import torch
 from eagle_heads import random_head, trained_head
 from pairs import CALL, said_by
 from test_fused_head import KINDS
-from test_native import LLAMA, needed
+from test_native import LLAMA, needed, with_own_epsilons
 from transformers import LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle
@@ -28,7 +28,7 @@ def target():
 
 
 def pair_of(target, kind="plain", draft_length=5, **options):
-    head = trained_head(target, 3, **KINDS[kind])
+    head = with_own_epsilons(trained_head(target, 3, **KINDS[kind]))
     return AssistedModelForCausalLM.from_models(target, draft=Eagle(head, **options), draft_length=draft_length)
 
 

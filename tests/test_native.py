@@ -66,6 +66,14 @@ PRODUCTS: dict[float, Any] = {
 }
 
 
+def with_own_epsilons(module: nn.Module) -> Any:
+    """The same module, in which no norm has the epsilon of the norms around it."""
+    for at, part in enumerate(module.modules()):
+        for name in {"variance_epsilon", "eps"} & vars(part).keys():
+            setattr(part, name, 10.0 ** -(2 + at % 3))
+    return module
+
+
 def built(name: str, bits: float = 16) -> Any:
     config = copy.deepcopy(CONFIGS[name])
     torch.manual_seed(0)
@@ -73,6 +81,7 @@ def built(name: str, bits: float = 16) -> Any:
     for name_, parameter in model.named_parameters():  # norms and biases that matter
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
+    with_own_epsilons(model)
     model = model if bits == 32 else model.to(torch.bfloat16)
     return model if bits >= 16 else quantize_copy(model, WEIGHTS[bits])
 

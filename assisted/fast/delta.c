@@ -3,6 +3,7 @@
 
 #include <math.h>
 #include <omp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -280,7 +281,7 @@ typedef struct {
     /* of attention; outputs of `in` are queries, keys, values, gates */
     int64_t query_heads, key_heads, head_size, turned, is_gated;
     const float *query_norm, *key_norm; /* [head_size], or NULL */
-    float head_epsilon, scaling;
+    float query_epsilon, key_epsilon, scaling;
     /* of the delta rule; outputs of `in` are queries, keys, values, gates, strengths, rates */
     Shape shape;
     const float *conv, *conv_bias, *a_log, *shift, *norm;
@@ -396,8 +397,8 @@ static void by_attention(const Layer *l, const Pass *s, float *made, float *keys
         float *heads = made + c * outputs;
         for (int64_t h = 0; h < turned; h++)
             turn(
-                heads + h * size, h < l->query_heads ? l->query_norm : l->key_norm, l->head_epsilon, s->cos + at, s->sin + at, size,
-                l->turned);
+                heads + h * size, h < l->query_heads ? l->query_norm : l->key_norm,
+                h < l->query_heads ? l->query_epsilon : l->key_epsilon, s->cos + at, s->sin + at, size, l->turned);
         for (int64_t h = 0; h < l->key_heads; h++) {
             const int64_t to = ((c / s->width * l->key_heads + h) * s->capacity + s->places[c]) * size;
             memcpy(keys + to, heads + (l->query_heads + h) * size, size * sizeof(float));
@@ -458,6 +459,13 @@ static void by_delta_rule(
     }
 }
 
+/* 0 if all columns are written to slots that are there; else minus one less the first column that is not. */
+static int64_t without_slot(const Pass *s) {
+    for (int64_t c = 0; s->places && c < s->rows * s->width; c++)
+        if (s->places[c] < s->first || s->places[c] >= s->capacity) return -c - 1;
+    return 0;
+}
+
 static int64_t most(int64_t one, int64_t two) { return one > two ? one : two; }
 
 /* Numbers of the buffer for a column. */
@@ -491,15 +499,18 @@ static void layer(const Layer *l, const Pass *s, const float *hidden, float *con
 }
 
 /* Layers, one after the other. stores: two for each. notes: four for each, of attention not read; NULL for a text. out: [count,
-   columns, hidden]. */
-void layers(
+   columns, hidden]. Returns what `without_slot` does, and computes nothing unless that is 0. */
+int64_t layers(
     const Layer *const *each, int64_t count, const Pass *s, const float *hidden, float *const *stores, float *const *notes,
     float *out) {
+    const int64_t wrong = without_slot(s);
+    if (wrong) return wrong;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     for (int64_t i = 0; i < count; i++) {
         float *to = out + i * s->rows * s->width * each[i]->hidden;
         layer(each[i], s, i ? to - s->rows * s->width * each[i]->hidden : hidden, stores + 2 * i, notes ? notes + 4 * i : NULL, to);
     }
+    return 0;
 }
 
 /* An MTP head: one layer, after the norms of embedding and state and the product of both, before a norm. */
@@ -509,10 +520,12 @@ typedef struct {
     float embed_epsilon, hidden_epsilon, end_epsilon;
 } Head;
 
-/* embeddings, states, out: [columns, hidden]. The buffer has 4 * hidden more numbers for a column. */
-void step_of_states(
+/* embeddings, states, out: [columns, hidden]. The buffer has 4 * hidden more numbers for a column. Returns as `layers`. */
+int64_t step_of_states(
     const Head *h, const Layer *l, const Pass *s, const float *embeddings, const float *states, float *const *stores, float *out) {
     const int64_t n = s->rows * s->width, size = l->hidden;
+    const int64_t wrong = without_slot(s);
+    if (wrong) return wrong;
     float *both = s->buffer + n * layer_numbers(l), *fused = both + 2 * n * size, *made = fused + n * size;
 #pragma omp parallel num_threads(s->threads) if (s->threads > 1)
     {
@@ -527,16 +540,20 @@ void step_of_states(
         for (int64_t c = 0; c < n; c++)
             if (h->end_norm) norm_of(made + c * size, h->end_norm, size, h->end_epsilon, out + c * size);
     }
+    return 0;
 }
 
-/* The same over columns of tokens ids [columns], whose embeddings are looked up. The buffer has `hidden` more numbers for a column. */
-void step_of_tokens(
-    const Head *h, const Layer *l, const Pass *s, const float *embeddings, const int64_t *ids, const float *states,
+/* The same over columns of tokens ids [columns], whose embeddings [rows, hidden] are looked up. The buffer has `hidden` more numbers
+   for a column. Returns one more than the first column whose id has no embedding, and then computes nothing; else as `layers`. */
+int64_t step_of_tokens(
+    const Head *h, const Layer *l, const Pass *s, const float *embeddings, int64_t rows, const int64_t *ids, const float *states,
     float *const *stores, float *out) {
     const int64_t n = s->rows * s->width, size = l->hidden;
+    for (int64_t c = 0; c < n; c++)
+        if (ids[c] < 0 || ids[c] >= rows) return c + 1;
     float *found = s->buffer + n * (layer_numbers(l) + 4 * size);
     for (int64_t c = 0; c < n; c++) memcpy(found + c * size, embeddings + ids[c] * size, size * sizeof(float));
-    step_of_states(h, l, s, found, states, stores, out);
+    return step_of_states(h, l, s, found, states, stores, out);
 }
 
 /* Where the largest number is; where one is that is not a number, if there is one. */
@@ -550,18 +567,21 @@ static int64_t largest(const float *x, int64_t count) {
 
 /* A greedy chain of one row: each of `count` tokens is the most probable one after `state` [hidden], which then becomes the state
    after it, except for the last. s: of one column, that of the first token; those after it have the next slots and positions.
-   tokens, best: [count], with their logits. logits: [outputs], of the last token. */
-void greedy_chain(
-    const Head *h, const Layer *l, const Pass *s, const float *embeddings, const Product *output, float *state,
+   tokens, best: [count], with their logits. logits: [outputs], of the last token. Returns what `step_of_tokens` does
+   after the last step, or the first that fails. */
+int64_t greedy_chain(
+    const Head *h, const Layer *l, const Pass *s, const float *embeddings, int64_t rows, const Product *output, float *state,
     float *const *stores, int64_t count, int64_t *tokens, float *best, float *logits) {
     Pass own = *s;
     for (int64_t i = 0; i < count; i++) {
         multiply(output, state, 1, logits, (int)s->threads);
         best[i] = logits[tokens[i] = largest(logits, output->outputs)];
         if (i + 1 == count) break;
-        step_of_tokens(h, l, &own, embeddings, tokens + i, state, stores, state);
+        const int64_t wrong = step_of_tokens(h, l, &own, embeddings, rows, tokens + i, state, stores, state);
+        if (wrong) return wrong < 0 ? wrong : i + 1;
         own.cos += l->head_size, own.sin += l->head_size, own.places++;
     }
+    return 0;
 }
 
 /* The states of one row after a column. notes: the row's, the states too. */
@@ -601,3 +621,23 @@ void advance(
                 of[2] + r * H * n * s->dk, of[3] + r * H * n * s->dv, own[0] + r * C * s->size, own[1] + r * H * s->dk * s->dv);
     }
 }
+
+/* Sizes and offsets of the structs, which `structs.py` mirrors in this order. */
+#define AT(type, field) offsetof(type, field)
+const int64_t layout[] = {
+    sizeof(Shape), AT(Shape, key_heads), AT(Shape, heads), AT(Shape, dk), AT(Shape, dv), AT(Shape, size), AT(Shape, strongest),
+    AT(Shape, epsilon), AT(Shape, rounds), AT(Shape, rounds_norm),
+    sizeof(Columns), AT(Columns, data), AT(Columns, stride),
+    sizeof(Product), AT(Product, weights), AT(Product, bias), AT(Product, outputs), AT(Product, inputs),
+    sizeof(Layer), AT(Layer, in), AT(Layer, out), AT(Layer, gate_up), AT(Layer, down), AT(Layer, before_mixer), AT(Layer, before_mlp),
+    AT(Layer, mixer_epsilon), AT(Layer, mlp_epsilon), AT(Layer, hidden), AT(Layer, inner), AT(Layer, is_attention),
+    AT(Layer, query_heads), AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, turned), AT(Layer, is_gated), AT(Layer, query_norm),
+    AT(Layer, key_norm), AT(Layer, query_epsilon), AT(Layer, key_epsilon), AT(Layer, scaling), AT(Layer, shape), AT(Layer, conv),
+    AT(Layer, conv_bias), AT(Layer, a_log), AT(Layer, shift), AT(Layer, norm),
+    sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, parents), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles), AT(Pass, places),
+    AT(Pass, first), AT(Pass, slots), AT(Pass, starts), AT(Pass, capacity), AT(Pass, threads), AT(Pass, buffer), AT(Pass, top),
+    AT(Pass, scratch),
+    sizeof(Head), AT(Head, fuse), AT(Head, embed_norm), AT(Head, hidden_norm), AT(Head, end_norm), AT(Head, embed_epsilon),
+    AT(Head, hidden_epsilon), AT(Head, end_epsilon),
+};
+const int64_t layout_numbers = sizeof layout / sizeof *layout;

@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 from ..engine.columns import Columns
 from ..engine.delta import DeltaMixer, Projected, Read
 from ..engine.libraries import READS_STATES
-from . import native
+from . import native, structs
+from .structs import Floats, HybridLayer, HybridPass, MtpHead, Shape, columns_of, offset, pointer, pointers, require
 
 MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
 _FLAGS = (
@@ -36,59 +37,6 @@ _PLAIN = torch.contiguous_format
 _BLOCK = 32  # outputs that lie together; they are filled up to a multiple
 
 
-class _Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("key_heads", "heads", "dk", "dv", "size")),
-        *((name, c_float) for name in ("strongest", "epsilon")),
-        *((name, c_int64) for name in ("rounds", "rounds_norm")),
-    )
-
-
-class _Columns(ctypes.Structure):
-    _fields_ = (("data", c_void_p), ("stride", c_int64))
-
-
-class _Product(ctypes.Structure):
-    _fields_ = (("weights", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64))
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, _Product) for name in ("into", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("before_mixer", "before_mlp")),
-        *((name, c_float) for name in ("mixer_epsilon", "mlp_epsilon")),
-        *((name, c_int64) for name in ("hidden", "inner", "is_attention")),
-        *((name, c_int64) for name in ("query_heads", "key_heads", "head_size", "turned", "is_gated")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm")),
-        *((name, c_float) for name in ("head_epsilon", "scaling")),
-        ("shape", _Shape),
-        *((name, c_void_p) for name in ("conv", "conv_bias", "a_log", "shift", "norm")),
-    )
-
-
-class _Head(ctypes.Structure):
-    _fields_ = (
-        ("fuse", _Product),
-        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "end_norm")),
-        *((name, c_float) for name in ("embed_epsilon", "hidden_epsilon", "end_epsilon")),
-    )
-
-
-class _Pass(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_void_p) for name in ("parents", "cos", "sin")),
-        ("angles", c_int64),
-        ("places", c_void_p),
-        ("first", c_int64),
-        *((name, c_void_p) for name in ("slots", "starts")),
-        *((name, c_int64) for name in ("capacity", "threads")),
-        ("buffer", c_void_p),
-        ("top", c_int64),
-        ("scratch", c_void_p),
-    )
-
-
 @functools.cache
 def loaded() -> tuple[Any, str]:
     """The compiled library and an empty string, or None and why there is none."""
@@ -97,18 +45,20 @@ def loaded() -> tuple[Any, str]:
     vectors += ["-mavx512f"] if vectors and "avx512f" in flags else []
     library, reason = native.compiled("delta.c", (*_FLAGS, *vectors))
     if library is not None:
-        library.mix.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[_Columns] * 4, *[c_void_p] * 13, c_int]
-        library.mix_texts.argtypes = [c_void_p, c_int64, c_int64, *[_Columns] * 4, *[c_void_p] * 9, c_int]
+        structs.require_layout(library, *structs.OF_DELTA)
+        library.mix.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[structs.Columns] * 4, *[c_void_p] * 13, c_int]
+        library.mix_texts.argtypes = [c_void_p, c_int64, c_int64, *[structs.Columns] * 4, *[c_void_p] * 9, c_int]
         library.mix_texts.restype = None
         library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 5]
-        library.step_of_states.argtypes, library.step_of_states.restype = [c_void_p] * 7, None
-        library.step_of_tokens.argtypes, library.step_of_tokens.restype = [c_void_p] * 8, None
-        library.greedy_chain.argtypes = [*[c_void_p] * 7, c_int64, *[c_void_p] * 3]
-        library.greedy_chain.restype = None
+        library.step_of_states.argtypes = [c_void_p] * 7
+        library.step_of_tokens.argtypes = [*[c_void_p] * 4, c_int64, *[c_void_p] * 4]
+        library.greedy_chain.argtypes = [*[c_void_p] * 4, c_int64, *[c_void_p] * 3, c_int64, *[c_void_p] * 3]
+        for run in (library.layers, library.step_of_states, library.step_of_tokens, library.greedy_chain):
+            run.restype = c_int64
         library.advance.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 4, c_int]
         library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int]
         library.layer_numbers.argtypes, library.layer_numbers.restype = [c_void_p], c_int64
-        library.mix.restype = library.layers.restype = library.advance.restype = library.multiply.restype = None
+        library.mix.restype = library.advance.restype = library.multiply.restype = None
     return library, reason
 
 
@@ -132,12 +82,14 @@ class NativeMixer(DeltaMixer):
         read = state.new_empty(rows, n, past.shape[1])
         parents = columns.parents.contiguous() if columns.parents is not None and n > 1 else None
         weights, shape = self.weights(), self.shape(dtype)
-        tensors = (*weights, past, state, noted, decay, keys, written, made, read)
+        own = noted, decay, keys, written, made, read
         loaded()[0].mix(
             ctypes.addressof(shape),
-            *(rows, n, None if parents is None else parents.data_ptr()),
-            *(_Columns(part.data_ptr(), part.stride(1)) for part in given),
-            *(None if part is None else part.data_ptr() for part in tensors),
+            *(rows, n, pointer(parents, torch.int64, rows * (n - 1))),
+            *map(columns_of, given),
+            *_of_weights(weights, shape),
+            *(_floats(past, rows * past.shape[1] * size), _floats(state, state.numel())),
+            *(None if part is None else part.data_ptr() for part in own),
             _threads(rows * n * heads * dk * dv),
         )
         inputs = noted if inputs is None else inputs
@@ -162,8 +114,14 @@ class NativeMixer(DeltaMixer):
         weights, shape = self.weights(), self.shape(like.dtype)
         loaded()[0].mix_texts(
             *(ctypes.addressof(shape), rows, n),
-            *(_Columns(part.data_ptr(), part.stride(1)) for part in given),
-            *(None if part is None else part.data_ptr() for part in (*weights, before, state, made, read)),
+            *map(columns_of, given),
+            *_of_weights(weights, shape),
+            *(
+                _floats(before, rows * channels * shape.size),
+                _floats(state, state.numel()),
+                made.data_ptr(),
+                read.data_ptr(),
+            ),
             _threads(rows * n * heads * dk * dv),
         )
         if cache is not None:
@@ -216,15 +174,15 @@ class NativeMixer(DeltaMixer):
         norm: Any = self.gated_norm
         small = own.conv1d.bias, own.A_log, own.dt_bias, norm.weight
         conv = own.conv1d.weight.detach()[:, 0].t().float().contiguous()
-        return conv, *(None if part is None else _in_floats(part.detach()) for part in small)
+        return conv, *(None if part is None else _in_floats(part.detach()).contiguous() for part in small)
 
-    def shape(self, dtype: torch.dtype) -> _Shape:
+    def shape(self, dtype: torch.dtype) -> Shape:
         """dtype: of the layer."""
         own: Any = self.own
         norm: Any = self.gated_norm
         sizes = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, own.conv1d.weight.shape[-1]
         halves = dtype == torch.bfloat16, norm.weight.dtype == dtype == torch.bfloat16
-        return _Shape(*sizes, self.strongest, norm.variance_epsilon, *map(int, halves))
+        return Shape(*sizes, self.strongest, norm.variance_epsilon, *map(int, halves))
 
 
 class FloatProduct:
@@ -245,7 +203,8 @@ class FloatProduct:
         blocks = F.pad(weight, (0, 0, 0, -self.outputs % _BLOCK)).view(-1, _BLOCK, self.inputs)
         packed = native.in_large_pages(blocks.transpose(1, 2).contiguous().view(torch.uint8))
         self.held, self.modules = (packed, bias), modules
-        self.struct = _Product(packed.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+        packed_bytes = blocks.numel() * torch.float32.itemsize
+        self.struct = Floats(pointer(packed, torch.uint8, packed_bytes), _floats(bias, self.outputs), *weight.shape)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out], of a single module."""
@@ -254,7 +213,7 @@ class FloatProduct:
             return made
         inputs, columns = inputs.contiguous(), inputs.shape[:-1].numel()
         made = inputs.new_empty(*inputs.shape[:-1], self.outputs)
-        given = ctypes.addressof(self.struct), inputs.data_ptr(), columns, made.data_ptr()
+        given = ctypes.addressof(self.struct), _floats(inputs, columns * self.inputs), columns, made.data_ptr()
         loaded()[0].multiply(*given, _threads(columns * self.outputs * self.inputs))
         return made
 
@@ -278,23 +237,33 @@ class FloatLayer:
         self.held = products, norms, tensors
         (first, mixer_epsilon), (second, mlp_epsilon) = norms
         self.hidden, self.entries = products[1].outputs, sum(part.outputs * part.inputs for part in products)
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.struct = _Layer(
-            *(product.struct for product in products),
-            *(first.data_ptr(), second.data_ptr(), mixer_epsilon, mlp_epsilon, self.hidden, products[3].inputs),
-            **{**fields, **addresses},
+        before = [_floats(norm, self.hidden) for norm in (first, second)]
+        epsilons = mixer_epsilon, mlp_epsilon
+        plain = {name: value for name, value in fields.items() if name not in tensors}
+        self.struct = HybridLayer(
+            *(product.struct for product in products), *before, *epsilons, self.hidden, products[3].inputs, **plain
         )
+        lengths = dict.fromkeys(("query_norm", "key_norm"), self.struct.head_size)
+        lengths |= zip(_WEIGHTS, _lengths(self.struct.shape), strict=True)
+        for name, tensor in tensors.items():
+            setattr(self.struct, name, _floats(tensor, lengths[name]))
         self.is_attention = bool(self.struct.is_attention)
         self.numbers: int = loaded()[0].layer_numbers(ctypes.addressof(self.struct))
+
+    def of_stores(self, rows: int, capacity: int) -> tuple[int, int]:
+        """Numbers of its keys and of its values, with so many slots; or of its two states."""
+        own, shape = self.struct, self.struct.shape
+        if self.is_attention:
+            return (rows * own.key_heads * capacity * own.head_size,) * 2
+        return rows * _channels(shape) * shape.size, rows * shape.heads * shape.dk * shape.dv
 
     def noted(self, rows: int, width: int) -> tuple[int, int, int, int]:
         """How many numbers a pass notes: inputs, decays, keys, and what is written (`Read`)."""
         if self.is_attention:
             return 0, 0, 0, 0
         shape, columns = self.struct.shape, rows * width
-        channels = 2 * shape.key_heads * shape.dk + shape.heads * shape.dv
         of_columns = (columns * shape.heads * count for count in (1, shape.dk, shape.dv))
-        return rows * channels * (shape.size + width), *of_columns
+        return rows * _channels(shape) * (shape.size + width), *of_columns
 
 
 def attention_layer(
@@ -322,7 +291,7 @@ def attention_layer(
     fields: dict[str, Any] = dict(zip(("query_heads", "key_heads", "head_size"), sizes, strict=True))
     fields |= {"is_attention": 1, "turned": turned, "is_gated": int(is_gated), "scaling": scaling}
     if of_heads:
-        (fields["query_norm"], fields["head_epsilon"]), (fields["key_norm"], _) = of_heads
+        (fields["query_norm"], fields["query_epsilon"]), (fields["key_norm"], fields["key_epsilon"]) = of_heads
     return FloatLayer([FloatProduct(into, order), *map(FloatProduct, others)], norms, fields)
 
 
@@ -334,8 +303,7 @@ def delta_layer(
     into, *others = products
     outputs = sum(module.out_features for module in into)
     order = torch.cat(mixer.arrange(own, torch.arange(outputs)[None, None]), -1).flatten()
-    names = "conv", "conv_bias", "a_log", "shift", "norm"
-    weights = zip(names, mixer.weights(), strict=True)
+    weights = zip(_WEIGHTS, mixer.weights(), strict=True)
     copies = {name: weight.clone() for name, weight in weights if weight is not None}
     fields = {"shape": mixer.shape(torch.float32), **copies}
     return FloatLayer([FloatProduct(into, order), *map(FloatProduct, others)], norms, fields)
@@ -367,7 +335,7 @@ class PassRead:
             at += size
         self.each = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
         self.places = (c_void_p * len(places))(*places)
-        self.of_stores = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
+        self.of_stores = _of_stores(layers, stores, rows)
         tree = columns is not None and columns.parents is not None and width > 1
         self.parents = columns.parents.contiguous() if tree else None  # type: ignore[union-attr]
 
@@ -381,7 +349,7 @@ class PassRead:
         wanted = (c_int64 * self.rows)(*last)
         loaded()[0].advance(
             *(ctypes.addressof(self.each), len(self.layers), self.rows, self.width),
-            *(None if self.parents is None else self.parents.data_ptr(), ctypes.addressof(wanted)),
+            *(pointer(self.parents, torch.int64, self.rows * (self.width - 1)), ctypes.addressof(wanted)),
             *(ctypes.addressof(self.of_stores), ctypes.addressof(self.places), _threads(self.notes.numel())),
         )
 
@@ -413,10 +381,9 @@ def run(
     read = PassRead(layers, stores, columns, rows, width)
     made = hidden.new_empty(len(layers), rows, width, size)
     struct, _buffer = _pass(layers, hidden, stores, around, read.parents)
-    loaded()[0].layers(
-        *(ctypes.addressof(read.each), len(layers), ctypes.addressof(struct), hidden.data_ptr()),
-        *(ctypes.addressof(read.of_stores), ctypes.addressof(read.places), made.data_ptr()),
-    )
+    own = ctypes.addressof(read.each), len(layers), ctypes.addressof(struct)
+    given = _floats(hidden, rows * width * layers[0].hidden), ctypes.addressof(read.of_stores)
+    require(loaded()[0].layers(*own, *given, ctypes.addressof(read.places), made.data_ptr()))
     return made, read
 
 
@@ -426,11 +393,11 @@ def read_text(
     """Run a layer over texts, [R, n, D], or over parts of them. stores: of attention, keys and values with room for them; else
     the states before, [R, C, K] and [R, H, dk, dv], which become those after. around: of attention. Returns [R, n, D]."""
     hidden = hidden.contiguous()
-    made, each, of_stores = torch.empty_like(hidden), (c_void_p * 1)(ctypes.addressof(layer.struct)), (c_void_p * 2)()
-    of_stores[:] = [store.data_ptr() for store in stores]
+    made, each = torch.empty_like(hidden), (c_void_p * 1)(ctypes.addressof(layer.struct))
+    of_stores = _of_stores([layer], stores, len(hidden))
     struct, _buffer = _pass([layer], hidden, stores, around, None)
-    given = ctypes.addressof(each), 1, ctypes.addressof(struct), hidden.data_ptr()
-    loaded()[0].layers(*given, ctypes.addressof(of_stores), None, made.data_ptr())
+    given = ctypes.addressof(each), 1, ctypes.addressof(struct), _floats(hidden, hidden.numel())
+    require(loaded()[0].layers(*given, ctypes.addressof(of_stores), None, made.data_ptr()))
     return made
 
 
@@ -445,8 +412,8 @@ class FloatHead:
 
     def __init__(self, fuse: FloatProduct, norms: Sequence[tuple[torch.Tensor, float] | None], layer: FloatLayer):
         self.held, self.layer = (fuse, norms), layer
-        addresses = (None if norm is None else norm[0].data_ptr() for norm in norms)
-        self.struct = _Head(fuse.struct, *addresses, *(0.0 if norm is None else norm[1] for norm in norms))
+        addresses = (None if norm is None else _floats(norm[0], layer.hidden) for norm in norms)
+        self.struct = MtpHead(fuse.struct, *addresses, *(0.0 if norm is None else norm[1] for norm in norms))
 
     def __call__(
         self,
@@ -459,10 +426,10 @@ class FloatHead:
         embeddings, states = embeddings.contiguous(), states.contiguous()
         made = torch.empty_like(states)
         struct, _buffer = _pass([self.layer], states, stores, around, None, 4 * self.layer.hidden)
-        of_stores = (c_void_p * 2)(*(store.data_ptr() for store in stores))
-        structs = ctypes.addressof(self.struct), ctypes.addressof(self.layer.struct), ctypes.addressof(struct)
-        given = embeddings.data_ptr(), states.data_ptr(), ctypes.addressof(of_stores), made.data_ptr()
-        loaded()[0].step_of_states(*structs, *given)
+        of_stores = _of_stores([self.layer], stores, len(states))
+        own = ctypes.addressof(self.struct), ctypes.addressof(self.layer.struct), ctypes.addressof(struct)
+        columns = (_floats(part, states.shape[:-1].numel() * self.layer.hidden) for part in (embeddings, states))
+        require(loaded()[0].step_of_states(*own, *columns, ctypes.addressof(of_stores), made.data_ptr()))
         return made
 
 
@@ -482,6 +449,7 @@ class TokenSteps:
         self.head, self.output, self.angles = head, output, tuple(part.contiguous() for part in angles)
         self.logits = output
         self.embeddings, self.positions = embeddings, angles[0].shape[1]
+        self.table = _floats(embeddings, len(embeddings) * head.layer.hidden), len(embeddings)
         self.width = self.capacity = 0  # of the columns and slots that there are buffers for
 
     def __call__(
@@ -492,14 +460,9 @@ class TokenSteps:
         ids, states, width = ids.contiguous(), states.contiguous(), ids.shape[1]
         made = torch.empty_like(states)
         self._begin(stores, width, place, position, self.head.layer.entries * width)
-        loaded()[0].step_of_tokens(
-            *self.structs,
-            self.embeddings.data_ptr(),
-            ids.data_ptr(),
-            states.data_ptr(),
-            self.of_stores,
-            made.data_ptr(),
-        )
+        given = pointer(ids, torch.int64, width), _floats(states, width * self.head.layer.hidden)
+        wrong = loaded()[0].step_of_tokens(*self.structs, *self.table, *given, self.of_stores, made.data_ptr())
+        require(wrong, ids, len(self.embeddings))
         return made
 
     def chain(
@@ -510,35 +473,30 @@ class TokenSteps:
         state, numbers = state.clone(memory_format=_PLAIN), self.output.outputs
         tokens, best = state.new_empty(1, count, dtype=torch.int64), state.new_empty(1, count + numbers)
         self._begin(stores, 1, place, position, max(self.head.layer.entries, numbers * self.output.inputs))
-        loaded()[0].greedy_chain(
-            *self.structs,
-            self.embeddings.data_ptr(),
-            ctypes.addressof(self.output.struct),
-            state.data_ptr(),
-            self.of_stores,
-            count,
-            tokens.data_ptr(),
-            best.data_ptr(),
-            best.data_ptr() + count * best.itemsize,
+        wrong = loaded()[0].greedy_chain(
+            *(*self.structs, *self.table, ctypes.addressof(self.output.struct)),
+            *(_floats(state, self.head.layer.hidden), self.of_stores, count, tokens.data_ptr()),
+            *(best.data_ptr(), best.data_ptr() + count * best.itemsize),
         )
+        require(wrong, tokens, len(self.embeddings))
         return tokens, best[:, :count]
 
     def _begin(self, stores: Sequence[torch.Tensor], width: int, place: int, position: int, products: int) -> None:
         """Set the structs of a step. products: of a number and a weight."""
         if width > self.width or stores[0].shape[2] > self.capacity:
             self._make_room(max(width, self.width), stores[0].shape[2])
-        struct, at = self.struct, position * self.angles[0].shape[-1] * torch.float32.itemsize
-        struct.width, struct.places = width, self.places.data_ptr() + place * torch.int64.itemsize
+        struct, size = self.struct, self.angles[0].shape[-1]
+        struct.width, struct.places = width, offset(self.places, torch.int64, place, width)
         struct.threads = _threads(products)
-        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
-        self.of_stores[:] = [store.data_ptr() for store in stores]
+        struct.cos, struct.sin = (offset(part, torch.float32, position * size, width * size) for part in self.angles)
+        self.of_stores = _of_stores([self.head.layer], stores, 1)
 
     def _make_room(self, width: int, capacity: int) -> None:
         layer, threads = self.head.layer, torch.get_num_threads()
         self.width, self.capacity, self.places = width, capacity, torch.arange(capacity)
         numbers = width * (layer.numbers + 5 * layer.hidden)
-        self.buffer, self.of_stores = torch.empty(numbers + threads * capacity), (c_void_p * 2)()
-        self.struct = _Pass(rows=1, angles=1, capacity=capacity, top=capacity, buffer=self.buffer.data_ptr())
+        self.buffer = torch.empty(numbers + threads * capacity)
+        self.struct = HybridPass(rows=1, angles=1, capacity=capacity, top=capacity, buffer=self.buffer.data_ptr())
         self.struct.scratch = self.buffer.data_ptr() + numbers * self.buffer.itemsize
         self.structs = tuple(map(ctypes.addressof, (self.head.struct, layer.struct, self.struct)))
 
@@ -550,21 +508,50 @@ def _pass(
     around: native.NativePass | None,
     parents: torch.Tensor | None,
     more: int = 0,
-) -> tuple[_Pass, torch.Tensor]:
+) -> tuple[HybridPass, torch.Tensor]:
     """The struct of a pass, and its buffer, which must outlive it. more: numbers of the buffer for a column. See `run`."""
     rows, width, _ = hidden.shape
     threads = _threads(max(layer.entries for layer in layers) * rows * width)
     top = 0 if around is None else around.most
     buffer = torch.empty(rows * width * (more + max(layer.numbers for layer in layers)) + threads * top)
-    struct = _Pass(rows, width, None if parents is None else parents.data_ptr())
+    struct = HybridPass(rows, width, pointer(parents, torch.int64, rows * (width - 1)))
     if around is not None:
-        cos, sin, places, *lists = (part.data_ptr() for part in around.held)
-        struct.cos, struct.sin, struct.places, struct.angles = cos, sin, places, len(around.held[0])
-        struct.first, (struct.slots, struct.starts) = around.struct.first, lists or (None, None)
+        for name in ("cos", "sin", "angles", "places", "first", "slots", "starts"):
+            setattr(struct, name, getattr(around.struct, name))
         struct.capacity = next(stores[2 * at].shape[2] for at, layer in enumerate(layers) if layer.is_attention)
+        around.require_room(struct.capacity)
     struct.threads, struct.buffer, struct.top = threads, buffer.data_ptr(), top
     struct.scratch = buffer.data_ptr() + (buffer.numel() - threads * top) * buffer.itemsize
     return struct, buffer
+
+
+def _of_stores(layers: Sequence[FloatLayer], stores: Sequence[torch.Tensor], rows: int) -> Any:
+    """The addresses of two tensors of each layer: keys and values, or states."""
+    lengths = [size for at, layer in enumerate(layers) for size in layer.of_stores(rows, stores[2 * at].shape[2])]
+    return pointers(stores, torch.float32, lengths)
+
+
+def _floats(tensor: torch.Tensor | None, length: int) -> int | None:
+    return pointer(tensor, torch.float32, length)
+
+
+def _channels(shape: Shape) -> int:
+    """Of the convolution."""
+    channels: int = 2 * shape.key_heads * shape.dk + shape.heads * shape.dv
+    return channels
+
+
+_WEIGHTS = "conv", "conv_bias", "a_log", "shift", "norm"
+
+
+def _lengths(shape: Shape) -> tuple[int, ...]:
+    """Numbers of `_WEIGHTS`."""
+    channels = _channels(shape)
+    return shape.size * channels, channels, shape.heads, shape.heads, shape.dv
+
+
+def _of_weights(weights: Sequence[torch.Tensor | None], shape: Shape) -> list[int | None]:
+    return list(map(_floats, weights, _lengths(shape)))
 
 
 def _threads(products: int) -> int:

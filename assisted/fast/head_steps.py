@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,34 +13,7 @@ import torch
 
 from . import native
 from .native import NativeLayer, NativeProduct
-
-
-class _Head(ctypes.Structure):
-    _fields_ = (
-        ("layer", native.Layer),
-        ("output", native.Product),
-        *((name, c_void_p) for name in ("embeddings", "token_norm", "state_norm", "end_norm", "tokens")),
-        *((name, c_int64) for name in ("vocabulary", "normed_residual", "normed_output")),
-        ("fuse", native.Product),
-        ("tap_norms", c_void_p),
-        ("taps", c_int64),
-    )
-
-
-_LIMITS = "depth", "beam", "candidates", "nodes", "room"
-_OF_NODES = "tokens", "parents", "depths", "columns", "children"
-_OF_COLUMNS = "ids", "places", "slots", "starts"
-
-
-class _Tree(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in _LIMITS),
-        *((name, c_void_p) for name in ("base", "slope", "edges")),
-        *((name, c_int64) for name in ("ranks", "bins")),
-        *((name, c_void_p) for name in (*_OF_NODES, "scores", "sure", "best", "reading")),
-        *((name, c_int64) for name in ("found", "kept", "width", "read", "last", "known")),
-        *((name, c_void_p) for name in ("states", "before", "space", "logits", "angles", *_OF_COLUMNS, "scratch")),
-    )
+from .structs import TREE_NODES, Head, Pass, Tree, offset, pointer, require
 
 
 @dataclass(frozen=True)
@@ -64,7 +37,7 @@ class EagleSteps:
 
     Args:
         layer: its layer, whose products of queries, keys and values take embedding and state together.
-        norms: weights of embedding, state and the end, [hidden].
+        norms: weights of embedding, state and the end, [hidden], and their epsilons.
         output: from states to logits.
         embeddings: of the target's tokens, [any, hidden].
         tokens: [Vd] int64, the target's tokens that can be drafted; None for all.
@@ -73,6 +46,7 @@ class EagleSteps:
         normed_residual, normed_output: as `EagleConfig.norm_before_residual` and `norm_output`.
         fuse: from features, the target's hidden states side by side, to states; None if `fuse` is not used.
         tap_norms: weights of the norm of each of these, none if they are not normed.
+        tap_epsilon: of these norms.
 
     All of one dtype, on a CPU.
     """
@@ -80,7 +54,7 @@ class EagleSteps:
     def __init__(
         self,
         layer: NativeLayer,
-        norms: Sequence[torch.Tensor],
+        norms: Sequence[tuple[torch.Tensor, float]],
         output: NativeProduct,
         embeddings: torch.Tensor,
         tokens: torch.Tensor | None,
@@ -90,17 +64,23 @@ class EagleSteps:
         normed_output: bool,
         fuse: NativeProduct | None = None,
         tap_norms: Sequence[torch.Tensor] = (),
+        tap_epsilon: float = 0.0,
     ):
         self.layer, self.output, self.vocabulary = layer, output, vocabulary
-        self.held = tuple(part.contiguous() for part in (embeddings, *norms)), tokens
+        weights, epsilons = zip(*norms, strict=True)
+        self.held = tuple(part.contiguous() for part in (embeddings, *weights)), tokens
         self.angles, self.positions = tuple(part.contiguous() for part in angles), angles[0].shape[1]
-        self.hidden, self.dtype, self.library = len(norms[0]), layer.dtype, layer.library
-        addresses = (*(part.data_ptr() for part in self.held[0]), None if tokens is None else tokens.data_ptr())
-        self.struct = _Head(layer.struct, output.struct, *addresses, vocabulary, normed_residual, normed_output)
+        self.rows, self.hidden = embeddings.shape
+        self.dtype, self.library = layer.dtype, layer.library
+        sizes = self.rows * self.hidden, *[self.hidden] * 3
+        addresses = [pointer(part, self.dtype, size) for part, size in zip(self.held[0], sizes, strict=True)]
+        addresses.append(pointer(tokens, torch.int64, vocabulary))
+        flags = self.rows, vocabulary, normed_residual, normed_output
+        self.struct = Head(layer.struct, output.struct, *addresses, *flags, *epsilons, tap_epsilon)
         self.of_features, self.tap_norms = fuse, torch.cat([*tap_norms]) if tap_norms else None
         if fuse is not None:
             self.struct.fuse, self.struct.taps = fuse.struct, max(1, len(tap_norms))
-            self.struct.tap_norms = None if self.tap_norms is None else self.tap_norms.data_ptr()
+            self.struct.tap_norms = pointer(self.tap_norms, self.dtype, fuse.inputs)
         self.address = ctypes.addressof(self.struct)
         self.room = 0, 0  # columns and slots that there are buffers for
 
@@ -111,17 +91,12 @@ class EagleSteps:
         first column, which sees all slots up to its own, as the others do. Returns states [1, n, hidden]."""
         ids, states, width = ids.contiguous(), states.contiguous(), ids.shape[1]
         made, room = torch.empty_like(states), states.new_empty(3 * width, self.hidden)
-        struct = self._pass(width, stores[0].shape[2], position)
-        struct.places = self.places.data_ptr() + place * torch.int64.itemsize
-        parts = ids, states, *stores
-        self.library.step_of_head(
-            self.address,
-            ctypes.addressof(struct),
-            *(part.data_ptr() for part in parts),
-            stores[0].shape[2],
-            room.data_ptr(),
-            made.data_ptr(),
-        )
+        capacity = stores[0].shape[2]
+        struct = self._pass(width, capacity, position)
+        struct.places = offset(self.places, torch.int64, place, width)
+        given = pointer(ids, torch.int64, width), pointer(states, self.dtype, width * self.hidden), *self._slots(stores)
+        own = self.address, ctypes.addressof(struct)
+        require(self.library.step_of_head(*own, *given, capacity, room.data_ptr(), made.data_ptr()), ids, self.rows)
         return made
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
@@ -139,7 +114,7 @@ class EagleSteps:
         made, room = columns.new_empty(len(columns), product.outputs), torch.empty_like(columns)
         scratch = torch.empty(threads * self._of_thread(len(columns), product))
         parts = (part.data_ptr() for part in (room, made, scratch))
-        run(self.address, columns.data_ptr(), len(columns), *parts, threads)
+        run(self.address, pointer(columns, self.dtype, len(columns) * product.inputs), len(columns), *parts, threads)
         return made.view(*given.shape[:-1], -1)
 
     def tree(
@@ -153,14 +128,19 @@ class EagleSteps:
         """Numbers that a product needs of its inputs, for each thread."""
         return columns * (product.inputs // native.GROUP) * self.library.of_group
 
-    def _pass(self, width: int, capacity: int, position: int) -> native.Pass:
+    def _slots(self, stores: Sequence[torch.Tensor]) -> list[int | None]:
+        """The addresses of keys and values."""
+        layer, capacity = self.layer.struct, stores[0].shape[2]
+        return [pointer(store, self.dtype, layer.key_heads * capacity * layer.head_size) for store in stores]
+
+    def _pass(self, width: int, capacity: int, position: int) -> Pass:
         """The struct of a step over so many columns at most, from a position on."""
         if width > self.room[0] or capacity > self.room[1]:
             self._make_room(max(width, self.room[0]), max(capacity, self.room[1]))
-        struct, at = self.columns, position * self.angles[0].shape[-1] * self.dtype.itemsize
+        struct, size = self.columns, self.angles[0].shape[-1]
         struct.rows = struct.angles = 1
         struct.width, struct.first, struct.slots, struct.starts = width, 0, None, None
-        struct.cos, struct.sin = (part.data_ptr() + at for part in self.angles)
+        struct.cos, struct.sin = (offset(part, self.dtype, position * size, width * size) for part in self.angles)
         return struct
 
     def _make_room(self, width: int, capacity: int) -> None:
@@ -168,7 +148,7 @@ class EagleSteps:
         threads = torch.get_num_threads()
         of_thread = native.of_thread(self.layer, width, capacity + 3 * native.TILE)
         self.buffers = torch.empty(width * self.layer.sizes[0], dtype=self.dtype), torch.empty(threads * of_thread)
-        self.columns = native.Pass(threads=threads, at_once=width, of_thread=of_thread)
+        self.columns = Pass(threads=threads, at_once=width, of_thread=of_thread)
         self.columns.buffer, self.columns.scratch = (part.data_ptr() for part in self.buffers)
 
 
@@ -188,7 +168,7 @@ class TreeInC:
         self.candidates = candidates = min(candidates, head.vocabulary)
         size, capacity, most = head.hidden, stores[0].shape[2], candidates * (1 + room)
         self.head, self.stores, self.capacity = head, stores, capacity
-        self.nodes = torch.empty(len(_OF_NODES), most, dtype=torch.int64)
+        self.nodes = torch.empty(len(TREE_NODES), most, dtype=torch.int64)
         self.scores, self.sure = torch.empty(most, dtype=torch.float64), torch.empty(most)
         self.best = torch.empty(nodes + 1, dtype=torch.int64)
         numbers = state.new_empty(6 * beam * size + beam * head.output.outputs + 2 * beam * head.angles[0].shape[-1])
@@ -196,7 +176,7 @@ class TreeInC:
         indices = torch.empty(beam * (place + depth + 5) + 1, dtype=torch.int64)
         rates = [(c_double * len(part))(*part) for part in (shape.base, shape.slope, shape.edges)]
         scratch = torch.empty(torch.get_num_threads() * head._of_thread(beam, head.output))
-        self.held = numbers, indices, rates, scratch
+        self.held = numbers, indices, scratch
 
         def laid_out(buffer: torch.Tensor, *sizes: int) -> list[int]:
             """The addresses of parts of a buffer."""
@@ -209,9 +189,9 @@ class TreeInC:
             numbers, beam * size, beam * size, 4 * beam * size, beam * head.output.outputs
         )
         ids, places, starts, reading, slots = laid_out(indices, beam, beam, beam + 1, beam)
-        self.struct = _Tree(
+        self.struct = Tree(
             *(depth, beam, candidates, nodes, room),
-            *map(ctypes.addressof, rates),
+            *rates,
             shape.ranks,
             len(shape.edges) + 1,
             *(row.data_ptr() for row in self.nodes),
@@ -234,9 +214,9 @@ class TreeInC:
     def read(self) -> float:
         """Read a level, at first none, and find the candidates after its nodes. Returns the probability of the best one
         after the best node, which is NaN if a logit is."""
-        of_stores = (store.data_ptr() for store in self.stores)
         head, columns = self.head, ctypes.addressof(self.columns)
-        sure: float = head.library.read_level(head.address, columns, self.address, *of_stores, self.capacity)
+        slots = head._slots(self.stores)
+        sure: float = head.library.read_level(head.address, columns, self.address, *slots, self.capacity)
         return sure
 
     def add(self) -> int:

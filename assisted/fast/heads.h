@@ -3,11 +3,12 @@
 typedef struct {
     Layer layer;
     Product output;           /* from states to logits of the draft vocabulary */
-    const number *embeddings; /* of the target's tokens, [any, hidden] */
+    const number *embeddings; /* of the target's tokens, [rows, hidden] */
     const number *token_norm, *state_norm, *end_norm; /* weights, [hidden] */
     const int64_t *tokens;    /* [vocabulary]: the target's tokens that can be drafted; NULL for 0, 1, ... */
-    int64_t vocabulary;       /* logits, without padding */
+    int64_t rows, vocabulary;       /* logits, without padding */
     int64_t normed_residual, normed_output; /* the residual is the normed state; the state is what the last norm returns */
+    float token_epsilon, state_epsilon, end_epsilon, tap_epsilon; /* of the norms */
     Product fuse;             /* from features, the target's hidden states side by side, to states */
     const number *tap_norms;  /* of each of them, [fuse.inputs]; NULL if they are not normed */
     int64_t taps;
@@ -18,39 +19,50 @@ void fuse_features(
     const Head *h, const number *features, int64_t n, number *room, number *out, float *scratch, int threads) {
     const int64_t size = h->fuse.inputs / h->taps;
     for (int64_t part = 0; h->tap_norms && part < n * h->taps; part++)
-        norm(features + part * size, h->tap_norms + part % h->taps * size, size, h->layer.epsilon, room + part * size);
+        norm(features + part * size, h->tap_norms + part % h->taps * size, size, h->tap_epsilon, room + part * size);
     multiply(&h->fuse, h->tap_norms ? room : features, n, out, scratch, threads);
 }
 
-/* The states [width, hidden] after columns of tokens ids and states. Those, and out, may not overlap. room: 3 * width * hidden. */
-void step_of_head(
+/* 0 if all ids have an embedding; else one more than the first column whose id has none. */
+static int64_t without_embedding(const int64_t *ids, int64_t columns, int64_t rows) {
+    for (int64_t c = 0; c < columns; c++)
+        if (ids[c] < 0 || ids[c] >= rows) return c + 1;
+    return 0;
+}
+
+/* The states [width, hidden] after columns of tokens ids and states. Those, and out, may not overlap. room: 3 * width * hidden.
+   Returns what `without_embedding` does, or `without_slot`, and computes nothing unless both are 0. */
+int64_t step_of_head(
     const Head *h, const Pass *s, const int64_t *ids, const number *states, number *keys, number *values, int64_t capacity,
     number *room, number *out) {
     const Layer *l = &h->layer;
     const int64_t size = l->hidden, n = s->width;
     number *beside = room, *residual = room + 2 * n * size;
+    const int64_t wrong = without_embedding(ids, n, h->rows), beyond = without_slot(s, capacity);
+    if (wrong || beyond) return wrong ? wrong : beyond;
 #pragma omp parallel num_threads(s->threads)
     {
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < n; c++) {
             number *token = beside + 2 * c * size, *state = token + size;
-            norm(h->embeddings + ids[c] * size, h->token_norm, size, l->epsilon, token);
-            norm(states + c * size, h->state_norm, size, l->epsilon, state);
+            norm(h->embeddings + ids[c] * size, h->token_norm, size, h->token_epsilon, token);
+            norm(states + c * size, h->state_norm, size, h->state_epsilon, state);
             memcpy(residual + c * size, h->normed_residual ? state : states + c * size, size * sizeof(number));
         }
         layer(l, s, residual, beside, keys, values, capacity, out, 0, n);
         if (h->normed_output) {
 #pragma omp for schedule(static)
-            for (int64_t c = 0; c < n; c++) norm(out + c * size, h->end_norm, size, l->epsilon, out + c * size);
+            for (int64_t c = 0; c < n; c++) norm(out + c * size, h->end_norm, size, h->end_epsilon, out + c * size);
         }
     }
+    return 0;
 }
 
 /* Logits [n, outputs] after states. room: n * hidden. scratch: as `multiply`. */
 void logits_of_head(
     const Head *h, const number *states, int64_t n, number *room, number *logits, float *scratch, int threads) {
     const int64_t size = h->layer.hidden;
-    if (!h->normed_output) norms(states, h->end_norm, n, size, h->layer.epsilon, room);
+    if (!h->normed_output) norms(states, h->end_norm, n, size, h->end_epsilon, room);
     multiply(&h->output, h->normed_output ? states : room, n, logits, scratch, threads);
 }
 
@@ -126,8 +138,8 @@ static void keep(Tree *t, int64_t node) {
     if (t->kept < t->nodes) t->kept++;
 }
 
-/* Reads the nodes that are to be read, from the states of those read last. */
-static void read_nodes(const Head *h, const Pass *s, Tree *t, number *keys, number *values, int64_t capacity) {
+/* Reads the nodes that are to be read, from the states of those read last. Returns what `step_of_head` does. */
+static int64_t read_nodes(const Head *h, const Pass *s, Tree *t, number *keys, number *values, int64_t capacity) {
     const Layer *l = &h->layer;
     const int64_t size = l->hidden, first = t->read, turned = l->head_size;
     const int64_t level = t->depths[t->reading[0]] - 1; /* all are of one level, with one position */
@@ -154,16 +166,16 @@ static void read_nodes(const Head *h, const Pass *s, Tree *t, number *keys, numb
     Pass own = *s;
     own.width = t->width, own.cos = t->angles, own.sin = t->angles + t->beam * turned, own.angles = 1;
     own.places = t->places, own.slots = t->slots, own.starts = t->starts;
-    step_of_head(h, &own, t->ids, from, keys, values, capacity, t->space, t->states);
     t->last = first;
     t->read += t->width;
+    return step_of_head(h, &own, t->ids, from, keys, values, capacity, t->space, t->states);
 }
 
 /* Reads a level of the tree, at first none, and finds the candidates after its nodes. Returns the probability of the first one, which
-   is not a number if a logit is not. s: of the position after the text; cosines and sines of the next ones follow. */
+   is not a number if a logit is not, or if a node has no embedding. s: of the position after the text; cosines and sines of the next ones follow. */
 float read_level(const Head *h, const Pass *s, Tree *t, number *keys, number *values, int64_t capacity) {
     const int64_t n = t->width ? t->width : 1, outputs = h->output.outputs, from = t->found;
-    if (t->width) read_nodes(h, s, t, keys, values, capacity);
+    if (t->width && read_nodes(h, s, t, keys, values, capacity)) return NAN;
     logits_of_head(h, t->states, n, t->space, t->logits, t->scratch, (int)s->threads);
     int64_t *which = t->tokens + from;
     float *sure = t->sure + from;

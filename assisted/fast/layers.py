@@ -202,8 +202,8 @@ class FusedLayer(FusedMLP):
         fits = fits and len(kinds) == 1 and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
         if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
             return None
-        epsilon = self.before_attention.epsilon
-        return native.NativeLayer(found, weights, self.key_heads, self.head_size, epsilon, self.scaling)
+        epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
+        return native.NativeLayer(found, weights, epsilons, self.key_heads, self.head_size, self.scaling)
 
     def forward(
         self,
@@ -290,9 +290,13 @@ class FusedLayer(FusedMLP):
         if self.ungated is not None:
             turning = heads.index_select(2, self.ungated)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm.weight, self.key_norm.weight
-            weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
-            turning = self.query_norm(turning, weight)
+            if self.query_norm.epsilon == self.key_norm.epsilon:  # as one norm
+                query, key = self.query_norm.weight, self.key_norm.weight
+                weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
+                turning = self.query_norm(turning, weight)
+            else:
+                queries, keys = turning.split([self.query_heads, self.key_heads], 2)
+                turning = torch.cat([self.query_norm(queries), self.key_norm(keys)], 2)
         cos, sin = position_embeddings
         turn = self.shared.turn
         beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)

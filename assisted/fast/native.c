@@ -16,6 +16,7 @@
 #endif
 #include <math.h>
 #include <omp.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -255,7 +256,7 @@ typedef struct {
     const number *before_attention, *before_mlp; /* weights of the norms, [hidden] */
     const number *query_norm, *key_norm;         /* [head size], or NULL */
     int64_t hidden, inner, query_heads, key_heads, head_size;
-    float epsilon, scaling;
+    float attention_epsilon, mlp_epsilon, query_epsilon, key_epsilon, scaling; /* of the norms; of the scores */
 } Layer;
 
 typedef struct {
@@ -1017,12 +1018,20 @@ static void attend_all(
 
 #endif
 
+/* 0 if all columns are written to slots that are there; else minus one less the first column that is not. */
+static int64_t without_slot(const Pass *s, int64_t capacity) {
+    for (int64_t c = 0; c < s->rows * s->width; c++)
+        if (s->places[c] < s->first || s->places[c] >= capacity) return -c - 1;
+    return 0;
+}
+
 /* Norms and turns a column's queries and keys, and writes its keys and values to its slot, [rows, key heads, capacity, size]. */
 static void finish_heads(const Layer *l, const Pass *s, int64_t c, number *heads, number *keys, number *values, int64_t capacity) {
     const int64_t size = l->head_size, at = (s->angles == 1 ? c % s->width : c) * size, turned = l->query_heads + l->key_heads;
     for (int64_t h = 0; h < turned; h++) {
-        const number *weight = h < l->query_heads ? l->query_norm : l->key_norm;
-        if (weight) norm(heads + h * size, weight, size, l->epsilon, heads + h * size);
+        const int asks = h < l->query_heads;
+        const number *weight = asks ? l->query_norm : l->key_norm;
+        if (weight) norm(heads + h * size, weight, size, asks ? l->query_epsilon : l->key_epsilon, heads + h * size);
         turn(heads + h * size, s->cos + at, s->sin + at, size);
     }
     for (int64_t h = 0; h < l->key_heads; h++) {
@@ -1047,7 +1056,7 @@ static void layer(
     if (!beside) {
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < n; c++) {
-            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->epsilon, normed + c * l->hidden);
+            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->attention_epsilon, normed + c * l->hidden);
             groups_of(&l->heads, normed, c * groups, (c + 1) * groups, s->scratch);
         }
     }
@@ -1059,7 +1068,7 @@ static void layer(
     product(&l->output, seen, n, hidden, middle, s->scratch, own);
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < n; c++) {
-        norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->epsilon, again + c * l->hidden);
+        norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->mlp_epsilon, again + c * l->hidden);
         groups_of(&l->gate_up, again, c * groups, (c + 1) * groups, s->scratch);
     }
     product(&l->gate_up, again, n, NULL, wide, s->scratch, NULL);
@@ -1078,15 +1087,17 @@ static void layer(
 typedef struct {
     Product output;
     const number *weight; /* of the norm */
+    float epsilon;
 } End;
 
 /* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. slots: each layer's
    keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed.
-   end: NULL if there are no logits [columns, outputs]. */
-void layers(
+   end: NULL if there are no logits [columns, outputs]. Returns what `without_slot` does, and computes nothing unless that is 0. */
+int64_t layers(
     const Layer *const *each, int64_t count, const Pass *s, const number *hidden, const number *beside, number *const *slots,
     int64_t capacity, number *out, const End *end, number *logits) {
-    const int64_t columns = s->rows * s->width, size = each[0]->hidden;
+    const int64_t columns = s->rows * s->width, size = each[0]->hidden, wrong = without_slot(s, capacity);
+    if (wrong) return wrong;
 #pragma omp parallel num_threads(s->threads)
     {
         for (int64_t i = 0; i < count; i++) {
@@ -1103,12 +1114,13 @@ void layers(
             const number *last = out + (count - 1) * columns * size;
 #pragma omp for schedule(static)
             for (int64_t c = 0; c < n; c++) {
-                norm(last + (from + c) * size, end->weight, size, each[0]->epsilon, s->buffer + c * size);
+                norm(last + (from + c) * size, end->weight, size, end->epsilon, s->buffer + c * size);
                 groups_of(&end->output, s->buffer, c * size / GROUP, (c + 1) * size / GROUP, s->scratch);
             }
             product(&end->output, s->buffer, n, NULL, logits + from * end->output.outputs, s->scratch, NULL);
         }
     }
+    return 0;
 }
 
 INLINE int any_of(ints where) {
@@ -1160,15 +1172,45 @@ void list_slots(const uint8_t *seen, int64_t columns, int64_t count, int64_t *sl
     }
 }
 
-/* Moves columns of slots [rows, heads, capacity, size bytes] to other places, in this order. moves [3, count]: row, to and from. */
-void move(
-    char *const *stores, int64_t number_of, const int64_t *moves, int64_t count, int64_t heads, int64_t capacity, int64_t size) {
+/* Moves columns of slots [rows, heads, capacity, size bytes] to other places, in this order. moves [3, count]: row, to and from.
+   Returns 0; or minus one less the first move of what is not there, and then moves nothing. */
+int64_t move(
+    char *const *stores, int64_t number_of, const int64_t *moves, int64_t count, int64_t rows, int64_t heads, int64_t capacity,
+    int64_t size) {
+    for (int64_t m = 0; m < 3 * count; m++)
+        if (moves[m] < 0 || moves[m] >= (m < count ? rows : capacity)) return -(m % count) - 1;
     for (int64_t i = 0; i < number_of; i++)
         for (int64_t m = 0; m < count; m++)
             for (int64_t h = 0; h < heads; h++) {
                 char *slots = stores[i] + (moves[m] * heads + h) * capacity * size;
                 memcpy(slots + moves[count + m] * size, slots + moves[2 * count + m] * size, size);
             }
+    return 0;
 }
 
 #include "heads.h"
+
+/* Sizes and offsets of the structs, which `structs.py` mirrors in this order. */
+#define AT(type, field) offsetof(type, field)
+const int64_t layout[] = {
+    sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, outputs), AT(Product, inputs),
+    AT(Product, bits), AT(Product, input_bits),
+    sizeof(Layer), AT(Layer, heads), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, before_attention),
+    AT(Layer, before_mlp), AT(Layer, query_norm), AT(Layer, key_norm), AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads),
+    AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, attention_epsilon), AT(Layer, mlp_epsilon), AT(Layer, query_epsilon),
+    AT(Layer, key_epsilon), AT(Layer, scaling),
+    sizeof(End), AT(End, output), AT(End, weight), AT(End, epsilon),
+    sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles), AT(Pass, places), AT(Pass, first),
+    AT(Pass, slots), AT(Pass, starts), AT(Pass, threads), AT(Pass, at_once), AT(Pass, buffer), AT(Pass, scratch), AT(Pass, of_thread),
+    sizeof(Head), AT(Head, layer), AT(Head, output), AT(Head, embeddings), AT(Head, token_norm), AT(Head, state_norm),
+    AT(Head, end_norm), AT(Head, tokens), AT(Head, rows), AT(Head, vocabulary), AT(Head, normed_residual), AT(Head, normed_output),
+    AT(Head, token_epsilon), AT(Head, state_epsilon), AT(Head, end_epsilon), AT(Head, tap_epsilon), AT(Head, fuse),
+    AT(Head, tap_norms), AT(Head, taps),
+    sizeof(Tree), AT(Tree, depth), AT(Tree, beam), AT(Tree, candidates), AT(Tree, nodes), AT(Tree, room), AT(Tree, base),
+    AT(Tree, slope), AT(Tree, edges), AT(Tree, ranks), AT(Tree, bins), AT(Tree, tokens), AT(Tree, parents), AT(Tree, depths),
+    AT(Tree, columns), AT(Tree, children), AT(Tree, scores), AT(Tree, sure), AT(Tree, best), AT(Tree, reading), AT(Tree, found),
+    AT(Tree, kept), AT(Tree, width), AT(Tree, read), AT(Tree, last), AT(Tree, known), AT(Tree, states), AT(Tree, before),
+    AT(Tree, space), AT(Tree, logits), AT(Tree, angles), AT(Tree, ids), AT(Tree, places), AT(Tree, slots), AT(Tree, starts),
+    AT(Tree, scratch),
+};
+const int64_t layout_numbers = sizeof layout / sizeof *layout;

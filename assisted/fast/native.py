@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import acceptance
+from .structs import OF_NATIVE, End, Layer, Pass, Product, pointer, pointers, require, require_layout
 
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
@@ -39,6 +40,7 @@ TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
 FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
 WIDEST = 256  # the largest head size
+_BYTES = {32: 4096, 16: 2048, 8: 1024, 4: 640}  # of a group of inputs for `OUTPUTS`, by the bits of a weight
 MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
@@ -54,55 +56,6 @@ PROCESSORS: tuple[tuple[str, ...], ...] = (
 _SECONDS = 120  # for the compiler
 _TRIALS = 5  # of a product, whose shortest time counts
 _ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
-
-
-class Product(ctypes.Structure):
-    """A product, as in C."""
-
-    _fields_ = (
-        ("weights", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("bits", c_int64),
-        ("input_bits", c_int64),
-    )
-
-
-class Layer(ctypes.Structure):
-    """A layer, as in C."""
-
-    _fields_ = (
-        *((name, Product) for name in ("heads", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("before_attention", "before_mlp", "query_norm", "key_norm")),
-        *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "head_size")),
-        ("epsilon", c_float),
-        ("scaling", c_float),
-    )
-
-
-class End(ctypes.Structure):
-    """What follows layers, as in C."""
-
-    _fields_ = (("output", Product), ("weight", c_void_p))
-
-
-class Pass(ctypes.Structure):
-    """A pass, as in C."""
-
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_void_p) for name in ("cos", "sin")),
-        ("angles", c_int64),
-        ("places", c_void_p),
-        ("first", c_int64),
-        *((name, c_void_p) for name in ("slots", "starts")),
-        ("threads", c_int64),
-        ("at_once", c_int64),
-        *((name, c_void_p) for name in ("buffer", "scratch")),
-        ("of_thread", c_int64),
-    )
 
 
 def folder() -> Path:
@@ -140,32 +93,24 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
 
 
 def _declared(library: Any) -> Any:
-    """The library, with the types of its functions."""
+    """The library, with the types of its functions. Raises OtherLayout if its structs are others."""
+    require_layout(library, *OF_NATIVE)
     library.of_group = c_int64.in_dll(library, "most_of_group").value
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
     library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
     library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
     library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
-    library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 4]
+    library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
     library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
     library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
     library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
     library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
     library.fuse_features.argtypes = library.logits_of_head.argtypes
-    run = (
-        "multiply",
-        "layers",
-        "move",
-        "list_slots",
-        "highest",
-        "norms",
-        "step_of_head",
-        "logits_of_head",
-        "fuse_features",
-    )
-    for name in run:
+    for name in ("multiply", "list_slots", "highest", "norms", "logits_of_head", "fuse_features"):
         getattr(library, name).restype = None
-    library.read_level.restype, library.add_level.restype = c_float, c_int64
+    for name in ("layers", "move", "step_of_head", "add_level"):
+        getattr(library, name).restype = c_int64
+    library.read_level.restype = c_float
     return library
 
 
@@ -379,7 +324,11 @@ class NativeProduct:
         self.library = loaded(self.dtype)[0]
         full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
         self.held = weights, *full
-        addresses = (0 if part is None else part.data_ptr() for part in self.held)
+        blocks = self.outputs // OUTPUTS * (inputs // GROUP)
+        addresses = (
+            pointer(weights, torch.uint8, blocks * _BYTES[bits]),
+            *(pointer(p, torch.float32, self.outputs) for p in full),
+        )
         self.struct = Product(*addresses, self.outputs, inputs, bits, input_bits)
 
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
@@ -388,17 +337,16 @@ class NativeProduct:
         n, threads = len(columns), torch.get_num_threads()
         made = columns.new_empty(n, self.outputs)
         scratch = torch.empty(threads * n * (self.inputs // GROUP) * self.library.of_group)
-        own = ctypes.addressof(self.struct)
-        self.library.multiply(own, columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads)
+        own, given = ctypes.addressof(self.struct), pointer(columns, self.dtype, n * self.inputs)
+        self.library.multiply(own, given, n, made.data_ptr(), scratch.data_ptr(), threads)
         return made
 
 
 def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of vectors of bfloat16 or float32, [..., D]. weight: [D], of the same dtype, where D is a multiple of 16."""
-    hidden, size = hidden.contiguous(), len(weight)
-    made = torch.empty_like(hidden)
-    given = hidden.data_ptr(), weight.data_ptr(), hidden.numel() // size, size, epsilon, made.data_ptr()
-    loaded(hidden.dtype)[0].norms(*given)
+    hidden, weight, dtype, size = hidden.contiguous(), weight.contiguous(), hidden.dtype, len(weight)
+    made, given = torch.empty_like(hidden), (pointer(hidden, dtype, 0), pointer(weight, dtype, size))
+    loaded(dtype)[0].norms(*given, hidden.numel() // size, size, epsilon, made.data_ptr())
     return made
 
 
@@ -408,29 +356,30 @@ class NativeLayer:
     Args:
         products: of queries, keys and values together; of the attention's output; of gate and up together; of down.
         norms: weights of the norms before attention and MLP, [hidden], and of queries and keys, [head size] or None.
-        key_heads, head_size, epsilon, scaling: of the layer.
+        epsilons: of these norms; any for None.
+        key_heads, head_size, scaling: of the layer.
     """
 
     def __init__(
         self,
         products: Sequence[NativeProduct],
         norms: Sequence[torch.Tensor | None],
+        epsilons: Sequence[float],
         key_heads: int,
         head_size: int,
-        epsilon: float,
         scaling: float,
     ):
         heads, output, _, down = self.products = products
-        self.norms = norms
+        self.norms = [None if norm is None else norm.detach().contiguous() for norm in norms]
         self.dtype, self.library = heads.dtype, heads.library
         hidden, inner = output.outputs, down.inputs
         # of the buffer for a column, and the widest input
         self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
         self.struct = Layer(
             *(product.struct for product in products),
-            *(0 if norm is None else norm.data_ptr() for norm in norms),
+            *map(pointer, self.norms, [self.dtype] * 4, [hidden] * 2 + [head_size] * 2),
             *(hidden, inner, output.inputs // head_size, key_heads, head_size),
-            epsilon,
+            *epsilons,
             scaling,
         )
 
@@ -455,15 +404,21 @@ class NativeLayers:
 
     Args:
         layers: the layers.
-        norm, output: of a whole model, the weight of the norm after them, [hidden], and the product for the logits. Its norms
-            have one epsilon.
+        norm, epsilon, output: of a whole model, the weight of the norm after them, [hidden], its epsilon, and the product for
+            the logits.
     """
 
     def __init__(
-        self, layers: Sequence[NativeLayer], norm: torch.Tensor | None = None, output: NativeProduct | None = None
+        self,
+        layers: Sequence[NativeLayer],
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+        output: NativeProduct | None = None,
     ):
-        self.layers, self.norm, self.output = layers, norm, output
-        self.end = None if norm is None or output is None else End(output.struct, norm.data_ptr())
+        self.layers, self.output = layers, output
+        self.norm = None if norm is None else norm.detach().contiguous()
+        of_norm = pointer(self.norm, layers[0].dtype, layers[0].struct.hidden)
+        self.end = None if output is None else End(output.struct, of_norm, epsilon)
         self.addresses = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
 
     def run(
@@ -477,12 +432,20 @@ class NativeLayers:
     ) -> None:
         """slots: keys and values of each. beside: of the first one. made: gets the outputs, [layers, R, n, hidden]; None, for a
         single layer, if only its keys and values are needed. logits: gets those of a whole model, [R, n, outputs]."""
-        first, each = self.layers[0], self.addresses
-        places = (c_void_p * len(slots))(*[part.data_ptr() for part in slots])
-        read, written, last = (0 if part is None else part.data_ptr() for part in (beside, made, logits))
-        pointers = (hidden.data_ptr(), read, ctypes.addressof(places), slots[0].shape[2], written)
-        end = 0 if logits is None or self.end is None else ctypes.addressof(self.end)
-        first.library.layers(ctypes.addressof(each), len(each), around.buffer(first), *pointers, end, last)
+        first, each, dtype = self.layers[0], self.addresses, self.layers[0].dtype
+        columns, size, capacity = around.columns, first.struct.hidden, slots[0].shape[2]
+        of_slots = around.rows * first.struct.key_heads * capacity * first.struct.head_size
+        places = pointers(slots, dtype, [of_slots] * len(slots))
+        read = pointer(beside, dtype, columns * first.products[0].inputs)
+        given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), capacity
+        end = None if logits is None or self.end is None else ctypes.addressof(self.end)
+        found = pointer(made, dtype, len(each) * columns * size)
+        last = None if self.output is None else pointer(logits, dtype, columns * self.output.outputs)
+        require(
+            first.library.layers(
+                ctypes.addressof(each), len(each), around.buffer(first, capacity), *given, found, end, last
+            )
+        )
 
 
 def top1(scores: torch.Tensor) -> torch.Tensor:
@@ -493,7 +456,7 @@ def top1(scores: torch.Tensor) -> torch.Tensor:
     rows = scores.reshape(-1, scores.shape[-1])
     found = torch.empty(len(rows), dtype=torch.int64)
     sizes = len(rows), rows.stride(0), rows.shape[1]
-    library.highest(rows.data_ptr(), *sizes, found.data_ptr())
+    library.highest(rows.data_ptr(), *sizes, found.data_ptr())  # rows may lie apart
     return found.view(scores.shape[:-1])
 
 
@@ -503,9 +466,10 @@ def move(stores: Sequence[torch.Tensor], moves: torch.Tensor) -> bool:
     library = _ready.get(first.dtype)
     if library is None or len(sizes) > 1 or not all(store.is_cpu and store.is_contiguous() for store in stores):
         return False
-    places = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
-    shape = *first.shape[1:3], first.shape[3] * first.itemsize
-    library.move(ctypes.addressof(places), len(stores), moves.data_ptr(), moves.shape[1], *shape)
+    places = pointers(stores, first.dtype, [first.numel()] * len(stores))
+    shape = *first.shape[:3], first.shape[3] * first.itemsize
+    given = pointer(moves, torch.int64, 3 * moves.shape[1]), moves.shape[1]
+    require(library.move(ctypes.addressof(places), len(stores), *given, *shape))
     return True
 
 
@@ -532,18 +496,29 @@ class NativePass:
     ):
         width = places.shape[1]
         lists: list[torch.Tensor] = []
+        self.rows, self.columns, self.end = rows, rows * width, end
         if seen is not None:
+            self.end = first + seen.shape[-1]
             lists = _lists(seen.expand(rows, -1, -1), cos.dtype)
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
         self.most = end - first + 2 * TILE + 1  # a query's weights, rounded up, from the start of a line on
         self.made_for: NativeLayer | None = None
-        of_cos, of_sin, of_places, *of_lists = (part.data_ptr() for part in self.held)
-        self.struct = Pass(rows, width, of_cos, of_sin, len(cos), of_places, first, *(of_lists or (None, None)))
+        turned = len(cos) * width * cos.shape[-1]
+        of_angles = [pointer(part, cos.dtype, turned) for part in self.held[:2]]
+        of_lists = [pointer(part, torch.int64, 0) for part in lists] or (None, None)
+        of_places = pointer(self.held[2], torch.int64, self.columns)
+        self.struct = Pass(rows, width, *of_angles, len(cos), of_places, first, *of_lists)
         self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, AT_ONCE)
 
-    def buffer(self, layer: NativeLayer) -> int:
-        """The address of the pass with buffers that suffice for a layer."""
+    def require_room(self, capacity: int) -> None:
+        """Raise IndexError if columns may see slots that are not there."""
+        if self.end > capacity:
+            raise IndexError(f"columns of a pass see {self.end} slots, and there are {capacity}")
+
+    def buffer(self, layer: NativeLayer, capacity: int) -> int:
+        """The address of the pass with buffers that suffice for a layer. capacity: slots of each head."""
+        self.require_room(capacity)
         like = self.made_for
         if like is None or like.sizes != layer.sizes:
             struct, columns = self.struct, self.struct.at_once
@@ -565,7 +540,8 @@ def _lists(seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     seen = seen.contiguous()
     columns, slots = seen.shape[0] * seen.shape[1], seen.shape[2]
     made = torch.empty(columns * slots, dtype=torch.int64), torch.empty(columns + 1, dtype=torch.int64)
-    library.list_slots(seen.data_ptr(), columns, slots, *(part.data_ptr() for part in made))
+    given = pointer(seen, torch.bool, columns * slots), columns, slots
+    library.list_slots(*given, *(part.data_ptr() for part in made))
     return [*made]
 
 

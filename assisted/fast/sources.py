@@ -59,7 +59,7 @@ class Weights:
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The checksum of a tensor, see `Weights`."""
     if tensor.dim() < 2 or not tensor.numel():
-        return tensor.reshape(-1).view(torch.uint8).clone()
+        return tensor.flatten().contiguous().view(torch.uint8).clone()  # the numbers of a view may lie apart
     numbers = tensor.flatten(0, -2).contiguous()
     if not tensor.is_cpu:
         return _checksum_by_parts(numbers)

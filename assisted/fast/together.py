@@ -108,10 +108,9 @@ class _Together:
         parts = () if model is None else (model.base_model.norm, model.lm_head)
         norm, head = (part.run for part in parts) if {*map(type, parts)} == {Called} else (None, None)
         if type(norm) is Norm and isinstance(head, Product) and (output := head.native) is not None:
-            epsilons = {norm.epsilon, *(own.before_attention.epsilon for own in each)}
             dtypes = {norm.weight.dtype, output.dtype, natives[0].dtype}
-            if len(epsilons) == len(dtypes) == 1 and output.inputs == len(norm.weight):
-                return made(native.NativeLayers(natives, norm.weight.detach(), output), head.outputs)
+            if len(dtypes) == 1 and output.inputs == len(norm.weight):
+                return made(native.NativeLayers(natives, norm.weight, norm.epsilon, output), head.outputs)
         return made(native.NativeLayers(natives))
 
     def stores(self, cache: Any) -> list[torch.Tensor] | None:

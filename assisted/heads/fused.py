@@ -244,27 +244,30 @@ def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> EagleH
     norms = [layer.before_attention, layer.of_state, other.norm.run]
     table = other.rotary_emb.table
     embeddings = _embeddings(getattr(head, "embed_tokens", None) or target.get_input_embeddings(), head.dtype)
-    known = all(type(norm) is Norm and norm.epsilon == layer.before_attention.epsilon for norm in norms)
+    known = all(type(norm) is Norm for norm in norms)
     if more or layer.native is None or output is None or table is None or embeddings is None or not known:
         return None
     if not output.dtype == layer.native.dtype == head.dtype or config.vocab_size > len(embeddings):
         return None
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
     options = layer.norm_before_residual, config.norm_output
-    weights = [norm.weight.detach() for norm in norms]
-    steps = EagleSteps(layer.native, weights, output, embeddings, tokens, size, table, *options, *_of_features(other))
+    weights = [(norm.weight.detach(), norm.epsilon) for norm in norms]
+    product, taps, epsilon = _of_features(other)
+    parts = layer.native, weights, output, embeddings, tokens, size, table
+    steps = EagleSteps(*parts, *options, product, taps, epsilon)
     return EagleHeadSteps(layer, steps)
 
 
-def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor]]:
-    """What `EagleHead.fuse` of a fused head needs in C: its product, None where it cannot, and the weights of its norms."""
+def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor], float]:
+    """What `EagleHead.fuse` of a fused head needs in C: its product (None where it cannot), its norms' weights and epsilon."""
     config, product = other.config, other.fc.product.native
     norms = [norm.run for norm in getattr(other, "fc_norm", ())]
     sizes = {len(norm.weight) % native.TILE for norm in norms}
-    known = sizes <= {0} and all(type(norm) is Norm and norm.epsilon == config.rms_norm_eps for norm in norms)
+    epsilons = {norm.epsilon for norm in norms} or {0.0}
+    known = sizes <= {0} and len(epsilons) == 1 and all(type(norm) is Norm for norm in norms)
     if config.norm_before_fc or product is None or not known or product.outputs != config.hidden_size:
-        return None, []
-    return product, [norm.weight.detach() for norm in norms]
+        return None, [], 0.0
+    return product, [norm.weight.detach() for norm in norms], epsilons.pop()
 
 
 def _embeddings(own: Any, dtype: torch.dtype) -> torch.Tensor | None:

@@ -13,8 +13,8 @@ import assisted
 pytestmark = pytest.mark.documents
 
 HERE = Path(__file__).parent
-OF_OTHERS = {"_attn_implementation", "_parameters", "_repr_html_", "_sample"}
-"""Names of torch and transformers, and of IPython's protocol, which the package uses as well."""
+OF_OTHERS = {"_fields_", "_attn_implementation", "_parameters", "_repr_html_", "_sample"}
+"""Names of Python, torch and transformers, and of IPython's protocol, which the package uses as well."""
 
 STILL_USED: dict[str, set[str]] = {
     "running.py": {"_WIDE"},

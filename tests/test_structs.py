@@ -166,9 +166,9 @@ def _in_c(head: Any, target: Any) -> Any:
     hidden, vocabulary = target.config.hidden_size, target.config.vocab_size
     runner.read(torch.tensor([[5, 6, 7]]), torch.randn(1, 3, hidden), [3])
     assert runner.steps is not None
-    where = runner.steps._place(torch.zeros(1, 1, hidden), runner.cache, 0, 4)
-    assert where is not None
-    return runner.steps.steps, torch.randn(1, 2, hidden), where, vocabulary
+    runner.cache.place(4, torch.device("cpu"))
+    stores, start = runner.steps.layer.stores(runner.cache), runner.cache.start
+    return runner.steps.steps, torch.randn(1, 2, hidden), (stores, start, start), vocabulary
 
 
 @needed

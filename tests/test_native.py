@@ -106,6 +106,8 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     module = nn.Linear(inputs, outputs, bias=False).to(dtype)
     columns = F.pad(torch.randn(21, inputs), (0, -inputs % 32)).to(dtype)
+    turned = copy.deepcopy(module)  # whose weight lies the other way around
+    turned.weight.data = turned.weight.data.t().contiguous().t()
     if bits >= 16:
         product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], int(bits)), module.weight
     else:
@@ -128,6 +130,11 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
     many = columns.repeat(14, 1)[:289]  # more than are computed together
     assert torch.equal(product(many)[:, :outputs].double(), made.repeat(14, 1)[:289])
+    if bits < 16:
+        again = PRODUCTS[bits](turned)
+    else:
+        again = native.NativeProduct(native.packed(turned.weight), columns.shape[1], int(bits))
+    assert torch.equal(again(columns)[:, :outputs].double(), made)
 
 
 @needed

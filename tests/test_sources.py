@@ -275,6 +275,7 @@ def onednn(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("onednn")
 def test_changes_are_noticed() -> None:
     weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16), torch.randn(30, 37), torch.randn(300, 64).T]
+    weights += [torch.randn(1, 9).T, torch.randn(9, 2)[:, 0].clone()]
     weights += [torch.randn(5, 7).bfloat16(), torch.randn(3, 4, 6), torch.tensor(2.0), torch.eye(16), torch.arange(9)]
     before = Weights.of(weights, True)
     assert before.same(Weights.of(weights, True))

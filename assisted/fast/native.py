@@ -211,7 +211,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     weight = _padded(weight.detach())
     together = 1 if weight.dtype == torch.float32 else 2
     pairs = weight.view(-1, OUTPUTS, weight.shape[1] // together, together)
-    return in_large_pages(pairs.transpose(1, 2).contiguous().view(torch.uint8).flatten(1))
+    return in_large_pages(pairs.transpose(1, 2).flatten(1).contiguous().view(torch.uint8))
 
 
 def packed_8(levels: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ def packed_4(steps: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> 
 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
-    return F.pad(weight, (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
+    return F.pad(weight.contiguous(), (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
 
 
 _LINE, _PAGE, _PIECE = 64, 2 << 20, 32 << 20

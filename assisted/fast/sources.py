@@ -60,7 +60,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """The checksum of a tensor, see `Weights`."""
     if tensor.dim() < 2 or not tensor.numel():
         return tensor.flatten().contiguous().view(torch.uint8).clone()  # the numbers of a view may lie apart
-    numbers = tensor.flatten(0, -2).contiguous()
+    numbers = tensor.contiguous().view(-1).view(-1, tensor.shape[-1])  # whose last stride is 1 in a single column, too
     if not tensor.is_cpu:
         return _checksum_by_parts(numbers)
     if int_product is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:

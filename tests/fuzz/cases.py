@@ -14,7 +14,7 @@ from typing import Any
 from architectures import ARCHITECTURES, RECURRENT, VOCABULARY, WINDOW, Architecture
 from pairs import ENDS
 
-from . import arguments, changes, drafts, edits
+from . import arguments, changes, drafts, edits, weights
 
 __all__ = ["BY_NAME", "CHANGED", "Call", "Case", "Edit", "draw"]
 
@@ -35,11 +35,13 @@ class Call:
     Args:
         lengths: tokens of each row's prompt; of a call that continues, of what is appended to every row (the first counts).
         seed: of the prompt's tokens.
-        continues: "" begins anew, "text" passes the text so far and no cache, "cache" the text and the returned cache.
+        continues: "" begins anew, "text" passes the text so far and no cache, "cache" the text and the returned cache, "edit"
+            the text with a change somewhere, and the pair's session.
         pads: "left" or "right", where shorter rows are padded; "shown" leaves attention_mask out.
         prompt: "random", "repeats" a few tokens, or "known": what the corpora and heads of drafts.py begin with.
         hides: the pads of rows that ended are hidden from the turns that follow.
         arguments: of `generate`; what `arguments.made` makes of them.
+        narrow: the pair is given ids of 32 bits.
     """
 
     lengths: tuple[int, ...]
@@ -49,6 +51,7 @@ class Call:
     prompt: str = "random"
     hides: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Case:
         attention: an attention implementation other than the architecture's own.
         draft: a name of `drafts.NAMES`. draft_length, fast: as for `from_models`.
         packed: narrow products are packed as wide ones are, which tiny models do not have.
+        weights_as: a name of `weights.NAMES`, or "" for the weights as they are.
+        bits: of an exact="bits" pair, which is compared with itself without drafts, to the bit.
         steps: calls and edits, in order.
     """
 
@@ -80,6 +85,8 @@ class Case:
     draft_length: int | str = 4
     fast: str = "auto"
     packed: bool = False
+    weights_as: str = ""
+    bits: bool = False
     steps: tuple[Call | Edit, ...] = ()
 
 
@@ -104,7 +111,7 @@ def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
         steps = _changed(changing, [name for name in changes.NAMES if name != "low_bits_in_place" or not routed])
     if architecture in ("falcon-alibi", "gpt_neo"):  # which transformers itself reads wrongly from a static cache
         steps = tuple(map(_but_static, steps))
-    return Case(
+    case = Case(
         architecture,
         chance.choice((0, 0, 1)),
         _config(chance, about),
@@ -114,8 +121,35 @@ def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
         chance.choice((1, 2, 3, 4, 4, 5, 6, 8, 12, "adaptive", "adaptive", "confidence")),
         chance.choices(("auto", "eager"), (5, 1))[0],
         chance.random() < 0.15,
-        steps,
+        steps=steps,
     )
+    return _as_brought(random.Random(f"{seed}:{number}:brought"), case)
+
+
+def _as_brought(chance: random.Random, case: Case) -> Case:
+    """The case with what people bring: ids of 32 bits, odd vocabularies, other weights, texts that are edited, exact bits."""
+    steps = [replace(step, narrow=chance.random() < 0.2) if isinstance(step, Call) else step for step in case.steps]
+    changed = any(isinstance(step, Edit) for step in steps)
+    if not changed and chance.random() < 0.5:  # after a change of the model, a session is as stale as any cache
+        steps = [_edited(chance, step) for step in steps if isinstance(step, Call)]
+    case = replace(case, steps=tuple(steps))
+    if case.architecture in FUSED and chance.random() < 0.2:
+        case = replace(case, config={**case.config, "vocab_size": VOCABULARY + chance.choice((1, 5, 31))})
+    if changed or case.draft.startswith("self:"):
+        return case
+    names = weights.NAMES if case.architecture in FUSED else weights.NAMES[:4]
+    if not any(name in case.architecture for name in ROUTED) and chance.random() < 0.2:
+        case = replace(case, weights_as=chance.choice(names))
+    if case.architecture in FUSED and chance.random() < 0.3 and case.weights_as in ("", "views", *weights.PACKED):
+        dtype = "bfloat16" if case.weights_as in weights.PACKED else chance.choice(("bfloat16", "float32"))
+        case = replace(case, bits=True, dtype=dtype, fast="auto", attention=None)
+    return case
+
+
+def _edited(chance: random.Random, call: Call) -> Call:
+    """With a session, whose text is edited before the turns that follow."""
+    continues = "edit" if call.continues and chance.random() < 0.7 else call.continues
+    return replace(call, continues=continues, seed=call.seed | 1)  # odd: `running` gives the pair a session
 
 
 def _but_static(step: Call | Edit) -> Call | Edit:

@@ -44,6 +44,7 @@ def _smaller(case: Case) -> Iterator[Case]:
         if calls and calls[0].lengths[0]:
             yield replace(case, steps=steps)
     plainer = {"config": {}, "attention": None, "dtype": "float32", "packed": False, "fast": "eager", "weights": 0}
+    plainer |= {"weights_as": "", "bits": False}
     for name, value in (plainer | {"draft_length": 4}).items():
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
@@ -69,6 +70,8 @@ def _smaller_call(call: Call) -> Iterator[Call]:
         yield replace(call, prompt="random")
     if call.hides:
         yield replace(call, hides=False)
+    if call.narrow:
+        yield replace(call, narrow=False)
     tokens = call.arguments.get("max_new_tokens", 0)
     if tokens > 4:
         yield replace(call, arguments=call.arguments | {"max_new_tokens": tokens // 2})

@@ -24,6 +24,7 @@ from architectures import build, random_ids
 from transformers import LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
 from assisted import AssistedModelForCausalLM, decoding
+from assisted.engine.session import Session
 from assisted.engine.signatures import takes
 from assisted.fast import products
 from assisted.fast.low_bit import LowBitLinear
@@ -31,6 +32,7 @@ from assisted.fast.low_bit import LowBitLinear
 from . import arguments, changes, edits
 from .cases import BY_NAME, KNOWN, Call, Case, Edit
 from .drafts import draft_for
+from .weights import weights_as
 
 __all__ = ["NEAR", "Outcome", "run", "same_text"]
 
@@ -120,13 +122,21 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
         draft = _draft(case.draft, *_key(case))
         if isinstance(draft, PreTrainedModel):
             draft = copy.deepcopy(draft)
-        pair = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=case.draft_length, fast=case.fast)
+        alone, target = (weights_as(case.weights_as, one) for one in (alone, target))
+        pair = AssistedModelForCausalLM.from_models(
+            target,
+            draft=draft,
+            draft_length=case.draft_length,
+            fast=case.fast,
+            exact="bits" if case.bits else None,
+        )
     except (ValueError, ImportError) as error:  # of a backend that is not installed
         outcome.refused.append(f"at load: {_said(error)}")
         return
     except Exception as error:
         outcome.failures.append(f"at load: {_said(error)}")
         return
+    baseline = _Undrafted(pair) if case.bits else alone
     talk: _Talk | None = None
     change, written = None, None  # the change at present, and the text without it
     for step in case.steps:
@@ -137,7 +147,7 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
             assert len(undos) <= before + 1
             continue
         talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
-        if not _compare(step, talk, alone, pair, outcome):
+        if not _compare(step, talk, alone, pair, outcome, baseline):
             return
         if any(isinstance(other, Edit) and other.name in changes.NAMES for other in case.steps) and not step.continues:
             if change is not None:
@@ -149,6 +159,16 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
             elif not torch.equal(talk.ids, written):
                 outcome.failures.append("the fuzzer itself: a change was not undone")
     _unchanged(alone, target, outcome)
+
+
+class _Undrafted:
+    """A pair that does not draft."""
+
+    def __init__(self, pair: Any):
+        self.pair = pair
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.pair.generate(*args, assisted=False, **kwargs)
 
 
 @dataclass
@@ -175,13 +195,27 @@ class _Talk:
         added = call.lengths[0]
         if call.continues == "cache":
             added = max(added, 1)
-        ids = torch.cat([self.ids, _tokens(len(self.ids), added, call.seed)], 1)
-        mask = self.mask
+        before, mask = self.ids, self.mask
+        if call.continues == "edit":
+            before = _edited(before, call.seed)
+            mask = None if mask is None else mask[:, : before.shape[1]]
+        ids = torch.cat([before, _tokens(len(self.ids), added, call.seed)], 1)
         if mask is not None:
             new = ids[:, mask.shape[1] :]
             seen = new != 0 if call.hides else torch.ones_like(new)
             mask = torch.cat([mask, seen.long()], 1)
-        return _Talk(ids, mask, self.caches if call.continues == "cache" else (None, None))
+        own = self.caches[1] if call.continues == "edit" and isinstance(self.caches[1], Session) else None
+        return _Talk(ids, mask, self.caches if call.continues == "cache" else (None, own))
+
+
+def _edited(ids: torch.Tensor, seed: int) -> torch.Tensor:
+    """A text, [B, n], cut off, with another token somewhere, or both."""
+    chance, width = random.Random(seed), ids.shape[1]
+    kept = ids[:, : chance.choice((width, width, max(1, width - 1), chance.randint(1, width)))].clone()
+    if chance.random() < 0.6:
+        at = chance.choice((0, kept.shape[1] - 1, chance.randrange(kept.shape[1])))
+        kept[:, at] = torch.where(kept[:, at] < 5, kept[:, at], (kept[:, at] - 4) % 80 + 5)
+    return kept
 
 
 def _tokens(rows: int, length: int, seed: int) -> torch.Tensor:
@@ -201,23 +235,30 @@ def _generate(model: Any, call: Call, talk: _Talk, cache: Any, source: PreTraine
     if cache is not None:
         made["past_key_values"] = cache
     ids = None if "inputs_embeds" in made else talk.ids.clone()
+    if ids is not None and call.narrow and model is not source:
+        ids = ids.int()
     torch.manual_seed(0)
     stream = made.get("streamer")
     return model.generate(ids, **made), None if stream is None else stream.values
 
 
-def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome: Outcome) -> bool:
-    """Run a call on both and note what differs. Returns whether the talk can go on."""
+def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome: Outcome, baseline: Any) -> bool:
+    """Run a call on both and note what differs. Returns whether the talk can go on.
+
+    baseline: what the pair is compared with: the target alone, or the pair without drafts, from which nothing may differ.
+    """
+    bits = baseline is not alone
     theirs, ours = talk.caches
     before = copy.deepcopy(theirs)
     plain = assisted = error = None
     # a cache is returned with the details, or is the caller's own
-    keeps = not {"embeds", "num_beams", "use_cache", "cache_implementation"} & set(call.arguments)
+    others = {"embeds", "num_beams", "cache_implementation"} & set(call.arguments)
+    keeps = not others and call.arguments.get("use_cache") is not False
     more = {"return_dict_in_generate": True} if keeps else {}
     if ours is None and keeps and call.seed % 2 and takes(alone, "past_key_values"):
         ours = pair.session()
     try:
-        plain = _generate(alone, call, talk, theirs, alone, **more)
+        plain = _generate(baseline, call, talk, theirs, alone, **more)
     except Exception as raised:
         error = raised
     with warnings.catch_warnings(record=True) as caught:
@@ -253,15 +294,16 @@ def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome
         return not outside
     explain = functools.partial(_scores, call, talk, alone, before, first)
     coarse = any(isinstance(module, LowBitLinear) for module in alone.modules())  # computes in bfloat16
-    dtype = torch.bfloat16 if coarse else alone.dtype
+    dtype = None if bits else torch.bfloat16 if coarse else alone.dtype
     if not same_text(call, first, second, prompt, explain, outcome, dtype):
         return False
     if plain[1] != assisted[1]:
         outcome.failures.append(f"{_of(call)}: the streams differ: {plain[1]!r:.200} and {assisted[1]!r:.200}")
         return False
     for name in ("scores", "logits"):
-        if call.arguments.get(f"output_{name}") and keeps and alone.dtype == torch.float32:
-            _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome)
+        if call.arguments.get(f"output_{name}") and keeps and (bits or alone.dtype == torch.float32):
+            close = 0.0 if bits else CLOSE
+            _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome, close)
     if "embeds" in call.arguments or call.arguments.get("num_return_sequences", 1) > 1:
         return True  # the text so far stays the prompt
     talk.ids = first
@@ -280,9 +322,9 @@ def same_text(
     prompt: int,
     explain: Any,
     outcome: Outcome,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> bool:
-    """Note the first difference of each row. Returns whether there is none."""
+    """Note the first difference of each row. Returns whether there is none. dtype: None where nothing may be rounded."""
     if len(plain) != len(ours):
         outcome.failures.append(f"{_of(call)}: {len(plain)} rows and {len(ours)}")
         return False
@@ -312,7 +354,8 @@ def same_text(
         spread = step[step.isfinite()].std().item()
         gap = (step[here] - step[there]).abs().item()
         told = f"{about} (gap {gap:.3g}, spread {spread:.3g})"
-        near = gap <= NEAR[dtype] * spread and (step.max() - step[here]).item() <= NEAR[dtype] * spread
+        room = (0.0 if dtype is None else NEAR[dtype]) * spread
+        near = dtype is not None and gap <= room and (step.max() - step[here]).item() <= room
         # processors and criteria that see the whole batch carry one row's tie into the others
         if near or (outcome.near_ties and position > earliest):
             outcome.near_ties.append(told)
@@ -352,7 +395,9 @@ def _scores(call: Call, talk: _Talk, alone: PreTrainedModel, cache: Any, text: t
     return follow.steps
 
 
-def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tensor, outcome: Outcome) -> None:
+def _same_details(
+    call: Call, name: str, plain: Any, ours: Any, new: torch.Tensor, outcome: Outcome, close: float
+) -> None:
     if len(plain) != len(ours):
         outcome.failures.append(f"{_of(call)}: {len(plain)} {name}, {len(ours)} by the pair")
         return
@@ -362,7 +407,7 @@ def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tenso
         one, two = one[rows].double(), two[rows].double()
         finite = one.isfinite()
         same = one.shape == two.shape and bool((finite == two.isfinite()).all())
-        if finite.any() and (not same or (one - two)[finite].abs().max() > CLOSE):
+        if finite.any() and (not same or (one - two)[finite].abs().max() > close):
             outcome.failures.append(f"{_of(call)}: {name} differ in lockstep {number}")
             return
 
@@ -370,7 +415,7 @@ def _same_details(call: Call, name: str, plain: Any, ours: Any, new: torch.Tenso
 def _unchanged(alone: PreTrainedModel, target: PreTrainedModel, outcome: Outcome) -> None:
     """A call changes nothing of the caller's model."""
     for (name, one), two in zip(alone.state_dict().items(), target.state_dict().values(), strict=True):
-        if not torch.equal(one, two):
+        if isinstance(one, torch.Tensor) and not torch.equal(one, two):
             outcome.failures.append(f"the target's {name} was changed")
     for what in ("config", "generation_config"):
         if getattr(alone, what).to_dict() != getattr(target, what).to_dict():

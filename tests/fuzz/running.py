@@ -255,7 +255,8 @@ def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome
     others = {"embeds", "num_beams", "cache_implementation"} & set(call.arguments)
     keeps = not others and call.arguments.get("use_cache") is not False
     more = {"return_dict_in_generate": True} if keeps else {}
-    if ours is None and keeps and call.seed % 2 and takes(alone, "past_key_values"):
+    own_cache = "cache_layers" in call.arguments
+    if ours is None and keeps and not own_cache and call.seed % 2 and takes(alone, "past_key_values"):
         ours = pair.session()
     try:
         plain = _generate(baseline, call, talk, theirs, alone, **more)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from test_native import LLAMA
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.distribution import Draws
@@ -82,6 +83,24 @@ def test_every_draft_and_length_and_plain_decoding(target: Any, draft: str, prom
         for length in some:
             assert sha(pair, prompts, draft_length=length, **options) == plain
             assert pair.report.drafted > 0 or length == "adaptive"
+
+
+@needed
+@pytest.mark.parametrize("vocabulary", [96, 97, 127])
+@pytest.mark.parametrize("bits", [16, 8, 8.8, 4, 4.8])
+def test_heads_of_any_size(bits: float, vocabulary: int) -> None:
+    """One that the kernels fill up is a module of its own; rows times tokens are more than its inputs."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA.to_diff_dict() | {"vocab_size": vocabulary, "hidden_size": 32})).eval()
+    model = model.to(torch.bfloat16)
+    if bits < 16:
+        model = quantize_copy(model, PackedConfig(int(bits), input_bits=16 if bits in (8, 4) else 8))
+    pair = AssistedModelForCausalLM.from_models(model, draft="recycle", exact="bits")
+    rows = {"input_ids": torch.randint(5, 90, (6, 20), generator=torch.Generator().manual_seed(1))}
+    options = {"max_new_tokens": 20, "pad_token_id": 0}
+    plain = sha(pair, rows, assisted=False, **options)
+    for length in (1, 4, 7, 11):
+        assert sha(pair, rows, draft_length=length, **options) == plain
 
 
 @needed

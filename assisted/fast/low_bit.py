@@ -166,15 +166,10 @@ class NativeLinear(LowBitLinear):
 
     def _product(self, given: torch.Tensor) -> torch.Tensor:
         self._require_cpu(given)
-        columns, inputs = given.shape
-        bias = self.bias if self.adds_bias else None
         if torch.compiler.is_compiling():
-            own = self.scales.new_empty(0) if bias is None else bias
+            own = self.scales.new_empty(0) if self.bias is None or not self.adds_bias else self.bias
             return native.multiply(given, self.packed, self.scales, own, self.bits, self.input_bits)
-        if columns > inputs and self.input_bits == 16:
-            weight = self._transposed(inputs).t()
-            return F.linear(given, weight, None if bias is None else F.pad(bias, (0, len(weight) - len(bias))))
-        return self.native_product(given)
+        return self.native_product(given)  # whatever their number, a column then has the same bits
 
     @property
     def adds_bias(self) -> bool:
@@ -184,15 +179,9 @@ class NativeLinear(LowBitLinear):
     @property
     def native_product(self) -> native.NativeProduct:
         """The product with the current weights."""
-        return self._native(self.bias if self.adds_bias else None)
-
-    def _native(self, bias: torch.Tensor | None) -> native.NativeProduct:
-        scales = self.scales if self.bits == 8 else None
+        scales, bias = self.scales if self.bits == 8 else None, self.bias if self.adds_bias else None
         inputs = self.in_features + self.padded
         return native.NativeProduct(self.packed, inputs, self.bits, scales, bias, self.input_bits)
-
-    def _transposed(self, inputs: int) -> torch.Tensor:
-        return self._native(None)(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
 
 
 @torch.inference_mode(False)

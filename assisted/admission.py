@@ -37,7 +37,6 @@ from .engine.trust import Trust
 from .engine.verifiable import obstacle_to_reading_on
 from .fast.sources import Source
 from .loading.adapters import mixes_adapters
-from .loading.quantization import rounds_by_pass
 
 OTHER_MODES = {  # with their counterparts here, if any
     "assistant_model": "make the pair with draft=THE MODEL",
@@ -128,8 +127,6 @@ def must_be_plain(
         return "every process must run as many forward passes as the others"
     if model.training and getattr(model, "is_activation_checkpointing", False):
         return "in training mode, activation checkpointing leaves no cache to rewind; call model.eval() first"
-    if (why := rounds_by_pass(model)) is not None:
-        return f"{why}: a forward pass over several tokens rounds differently than passes over one token"
     if generation_config.use_cache is False:
         return "use_cache=False leaves no cache to rewind"
     if generation_config.return_dict_in_generate:

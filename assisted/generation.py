@@ -62,7 +62,7 @@ from .engine.rope import change_of
 from .engine.runner import CachedModel
 from .engine.session import Session, can_go_on, go_on
 from .engine.states import held
-from .engine.verifiable import masks_of, obstacle_to
+from .engine.verifiable import masks_of, mixes_tokens, obstacle_to
 from .fast.fused import prepare, with_same_bits
 from .lengths.base import Length
 from .lossy import LossyTypical
@@ -226,7 +226,8 @@ class Generation:
         drafter, model = self.pair.drafter, call.model
         reason = must_be_plain(model, call.input_ids, call.config, call.kwargs)
         if reason is None:  # asked in every call, because the target may have been moved, cast or patched
-            reason = obstacle_to(model, self.settings.trust_in(model), drafter.needs)
+            trusted = self.settings.trust_in(model)
+            reason = obstacle_to(model, trusted, drafter.needs) or mixes_tokens(model, trusted, self.settings.note)
         if reason is not None:
             raise _Plainly(reason)
         given, wanted = call.cache, call.returns_cache

@@ -8,6 +8,7 @@ states, all other classes and all models that run somebody's code are checked.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from ..drafts import Draft
 from .agreement import apart, rounding_of
 from .cross import Encoded, alone
+from .hooks import looked_over
 from .libraries import CACHE, RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
@@ -41,6 +43,14 @@ _LONGEST = 512
 _STEPPED = frozenset({"falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"})
 """Model types whose states can't be copied, as the trials find: their layers run one column after the other."""
 _MANY = 16  # results kept for a model that changes
+_PLAIN = ("torch.nn.", "transformers.", "assisted.", "peft.")  # whose modules treat every token by itself, but for
+_ROUNDED = ("torch.nn.quantized.", "transformers.integrations.")  # these
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_MIXED = {torch.float64: 3e-4, torch.float32: 3e-4}
+_MIXED_HALF = 0.005  # of the logits' deviation; modules that mix tokens move them by 0.01 to 0.15, others by 1e-6
+_OUTLIERS = (1000.0, 30.0)  # times the mean of an embedding's numbers; fewer where these overflow
+_SMALL = 2**12  # numbers of a buffer that a forward pass might change
+_WARNED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 _NAMES = (
@@ -95,6 +105,111 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {reason}"
+
+
+def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], None]) -> str | None:
+    """Why the result for a token depends on the other tokens of its forward pass; None if it does not.
+
+    Some quantization chooses one scale, or the columns of outliers, for all activations of a forward pass. So a target with
+    other modules than those of torch and transformers is tried: a few tokens beside ordinary ones, and beside outliers. What
+    bitsandbytes' threshold changes is small, so drafting goes on, with one warning; `note` gets its sentence in every call.
+
+    trusted: whose code it runs.
+    """
+    model = unwrapped(model)
+    kind = None if model.training else _rounding_kind(model)
+    if kind is None:
+        return None
+    moved = _tried(model, trusted, ("mixes",), partial(_moved_by_outliers, model))
+    if moved is None:
+        return None
+    what = f"{kind} rounds a token by what else its forward pass computes, which moves logits by {moved} of their deviation"
+    states = (getattr(module, "state", None) for module in looked_over(model)[0])
+    threshold = max(getattr(state, "threshold", 0.0) for state in states)
+    if not threshold:
+        return what
+    what += (
+        f": llm_int8_threshold={threshold:g} takes columns with outliers out of the product, and chooses them once a forward "
+        "pass. Drafts may change tokens at near-ties of that size; with llm_int8_threshold=0.0 they change none"
+    )
+    if model.base_model not in _WARNED:
+        _WARNED.add(model.base_model)
+        warnings.warn(what, stacklevel=2)
+    note(what)
+    return None
+
+
+def _rounding_kind(model: PreTrainedModel) -> str | None:
+    """What might treat tokens together: the model's quantization, or a class of modules or weights; None if nothing might."""
+    modules, parameters = looked_over(model)
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in dict.fromkeys(map(type, modules)))
+    others = [kind for kind in kinds if not kind.startswith(_PLAIN) or kind.startswith(_ROUNDED)]
+    others += [type(module).__name__ for module in modules if "forward" in module.__dict__]
+    others += [type(p).__name__ for p in parameters if type(p) is not torch.nn.Parameter or p.dtype not in _FLOATS]
+    method = getattr(getattr(model.config, "quantization_config", None), "quant_method", None)
+    return (
+        None
+        if not others
+        else others[0].rpartition(".")[2]
+        if method is None
+        else str(getattr(method, "value", method))
+    )
+
+
+def _moved_by_outliers(model: PreTrainedModel) -> str | None:
+    """How far logits move when the tokens around have outliers, in the same row and in another one; None if that is rounding,
+    or if the model cannot be asked. Both passes have one shape, so nothing else differs."""
+    traits, rows, width = Traits.of(model), 4, 8
+    ids = (torch.arange(7, 7 + rows * width, device=device_of(model)).view(rows, width) * 7919) % traits.vocabulary
+    decoder: Any = model.get_decoder() if traits.crosses else model
+
+    def logits(size: float) -> torch.Tensor:
+        def altered(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+            if output.shape[:2] != ids.shape:
+                return None
+            made, numbers = output.clone(), output.shape[-1]
+            spikes = torch.zeros(rows, width, numbers, device=made.device, dtype=made.dtype)
+            where = torch.arange(rows * width, device=made.device).view(rows, width, 1) * 37 % numbers
+            spikes.scatter_(2, where, (size * output.float().abs().mean()).to(made.dtype).expand(where.shape))
+            made[0], made[1:, 1:] = spikes[0], spikes[1:, 1:]
+            return made
+
+        hook = decoder.get_input_embeddings().register_forward_hook(altered) if size else None
+        try:
+            if traits.crosses:
+                both = EncoderDecoderCache(DynamicCache(), DynamicCache())
+                output: Any = alone(model, Encoded.trial(model, rows), [*range(rows)], ids, both)
+            else:
+                output = model(input_ids=ids, use_cache=False, return_dict=True)
+            return output.logits[1:, 0].float()
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    try:
+        with _attributes_kept(model), _buffers_kept(model), without_gradients(model):
+            expected = logits(0.0)
+            for size in _OUTLIERS:
+                if bool((found := logits(size)).isfinite().all()):
+                    moved = apart(found, expected)
+                    return f"{moved:.2g}" if moved > _MIXED.get(model.dtype, _MIXED_HALF) else None
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass
+    return None
+
+
+@contextmanager
+def _buffers_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Restore small buffers, such as the ranges that an observer has seen."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.numel() <= _SMALL]
+    try:
+        yield
+    finally:
+        for buffer, kept in before:
+            if not torch.equal(buffer, kept):
+                buffer.data.copy_(kept)
 
 
 def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust) -> str | None:

@@ -22,7 +22,6 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.cross import Encoded, alone, is_encoder_decoder
-from ..engine.hooks import looked_over, name_of
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
@@ -39,7 +38,6 @@ __all__ = [
     "quantize_copy",
     "require_runs",
     "resolve",
-    "rounds_by_pass",
     "save_quantized",
     "save_target",
     "stored_bytes",
@@ -50,8 +48,6 @@ Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
 RECORD = "assisted_quantization"  # the field of config.json where save_quantized records how to quantize again
 HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-
-_SCALED_PER_PASS = ("torch.ao.nn.quantized.dynamic.", "torch.nn.quantized.dynamic.")
 
 
 def resolve(
@@ -266,24 +262,6 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
             f"draft_quantization: {type(model).__name__} does not run in {name} ({type(error).__name__}: "
             f"{str(error)[:200]}); choose another of {', '.join(names())}, or another draft"
         ) from error
-
-
-def rounds_by_pass(model: nn.Module) -> str | None:
-    """The reason why the result for one token depends on the other tokens of its forward pass; None if it does not.
-
-    Some dynamic quantization scales all activations of a forward pass by the largest one: torch's own, and torchao's with
-    `PerTensor`. Scales per token do not have this effect.
-    """
-    modules, parameters = looked_over(model)
-    for module in modules:
-        if type(module).__module__.startswith(_SCALED_PER_PASS):
-            return f"{name_of(model, module)} quantizes its inputs by the largest number of a forward pass"
-    for weight in parameters:
-        activations = None if type(weight) is nn.Parameter else getattr(weight, "act_quant_kwargs", None)
-        if type(getattr(activations, "granularity", None)).__name__ == "PerTensor":
-            owner = next(module for module in modules if any(own is weight for own in module._parameters.values()))
-            return f"{name_of(model, owner)} quantizes its inputs with one scale for a whole forward pass"
-    return None
 
 
 def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.dtype, copy: bool = False) -> int:

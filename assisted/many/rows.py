@@ -30,7 +30,7 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.rope import change_of
 from ..engine.session import renew
 from ..engine.traits import Traits
-from ..engine.verifiable import masks_of, obstacle_to
+from ..engine.verifiable import masks_of, mixes_tokens, obstacle_to
 from ..fast.fused import prepare
 from ..generation import Generation, Prepared
 from ..text import Text
@@ -151,6 +151,7 @@ class _Run:
         masks = masks_of(model, trusted, settings.fuses)
         reason = must_be_plain(model, call.input_ids, config, call.kwargs)
         reason = reason or obstacle_to(model, trusted, drafter.needs, settings.fuses) or trusted.forward
+        reason = reason or mixes_tokens(model, trusted, settings.note)
         if reason is None and (further := constants(call.kwargs)):
             reason = f"the model's forward is given {min(further)}"
         if reason is None and Traits.of(model).is_recurrent:

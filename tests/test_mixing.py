@@ -1,0 +1,205 @@
+"""Targets whose result for a token depends on what else is in the forward pass are found by a trial, and decoded plainly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from encoder_decoders import BY_NAME as ENCODER_DECODERS
+from fuzz.weights import RoundedBeyondTwoDimensions, RoundedByPass, RoundedByToken
+from pairs import CALL
+from torch import nn
+
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.engine.trust import trust
+from assisted.engine.verifiable import mixes_tokens
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
+
+
+def _to_eighths(inputs: torch.Tensor, most: Any) -> torch.Tensor:
+    scale = most.clamp(min=1e-6) / 127
+    return (inputs / scale).round().clamp(-127, 127) * scale
+
+
+class ByColumnOfRows(nn.Linear):
+    """One scale for the same position of all rows."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(_to_eighths(inputs, inputs.abs().amax((0, -1), keepdim=True)))
+
+
+class ByRow(nn.Linear):
+    """One scale for all positions of a row."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(_to_eighths(inputs, inputs.abs().amax((-2, -1), keepdim=True)))
+
+
+class ColumnsWithOutliers(nn.Linear):
+    """Columns in which some token has an outlier are not rounded, as bitsandbytes' are not."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        kept = (inputs.abs() > 6).flatten(0, -2).any(0)
+        rounded = inputs.masked_fill(kept, 0)
+        rounded = _to_eighths(rounded, rounded.abs().amax(-1, keepdim=True))
+        return super().forward(torch.where(kept, inputs, rounded))
+
+
+class Centred(nn.Linear):
+    """The mean of all tokens is taken off, as a zero point of a pass is."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs - 0.1 * inputs.mean())
+
+
+class Normed(nn.Linear):
+    """Batch statistics."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs / inputs.std().clamp(min=1e-3))
+
+
+class Sparse(nn.Linear):
+    """The largest numbers of a pass are kept."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        least = inputs.abs().flatten().median()
+        return super().forward(inputs * (inputs.abs() >= least))
+
+
+class Crowded(nn.Linear):
+    """A router with a capacity: of the tokens with one sign, only the loudest few are let through."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        loud = inputs.norm(dim=-1)
+        let = loud >= loud.flatten().topk(min(3, loud.numel())).values[-1]
+        return super().forward(inputs) * let[..., None]
+
+
+class Observing(nn.Linear):
+    """A scale that follows what was seen; a trial must not be."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.copy_(torch.maximum(self.seen, inputs.abs().amax()))  # type: ignore[operator, arg-type]
+        return super().forward(_to_eighths(inputs, self.seen))
+
+
+class ByGroup(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        groups = inputs.unflatten(-1, (-1, 8))
+        return super().forward(_to_eighths(groups, groups.abs().amax(-1, keepdim=True)).flatten(-2))
+
+
+class Static(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(_to_eighths(inputs, torch.tensor(4.0)))
+
+
+class Dequantizing(nn.Linear):
+    """Weights of 4 bits that are expanded at every call, as GPTQ's and AWQ's are."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        scale = self.weight.abs().amax(1, keepdim=True) / 7
+        return F.linear(inputs, (self.weight / scale).round() * scale, self.bias)
+
+
+class ByTokenOnly(nn.Linear):
+    """Outliers of the token itself are not rounded."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        kept = inputs.abs() > 6
+        rounded = inputs.masked_fill(kept, 0)
+        return super().forward(torch.where(kept, inputs, _to_eighths(rounded, rounded.abs().amax(-1, keepdim=True))))
+
+
+MIXES = [RoundedByPass, ByColumnOfRows, ByRow, ColumnsWithOutliers, Centred, Normed, Sparse, Crowded, Observing]
+MIXES_IN = [(kind, "llama") for kind in MIXES] + [
+    *((RoundedBeyondTwoDimensions, name) for name in ("opt", "qwen2_moe", "qwen3_next")),
+    *((RoundedByPass, name) for name in ("mixtral", "gpt2", "gemma4", "jamba", "bloom")),
+]
+KEEPS = [RoundedByToken, RoundedBeyondTwoDimensions, ByGroup, Static, Dequantizing, ByTokenOnly, nn.Linear]
+KEEPS_IN = [(kind, name) for kind in KEEPS for name in ("llama", "mixtral")] + [
+    (RoundedByToken, name) for name in ("opt", "qwen2_moe", "deepseek_v3", "gpt_oss", "gemma4", "qwen3_5", "lfm2")
+]
+
+
+def quantized(name: str, kind: type, dtype: torch.dtype = torch.float32) -> Any:
+    """A target whose linear modules are of a kind."""
+    model = build(BY_NAME[name]).to(dtype)
+    for module in model.modules():
+        if type(module) is nn.Linear and module is not model.get_output_embeddings():
+            module.__class__ = kind
+            if kind is Observing:
+                module.register_buffer("seen", torch.tensor(0.1, dtype=dtype), persistent=False)
+    return model
+
+
+def said_of(model: Any) -> str | None:
+    return mixes_tokens(model, trust(model), lambda said: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "name"), MIXES_IN)
+def test_what_mixes_tokens_is_found(kind: type, name: str, dtype: torch.dtype) -> None:
+    if name == "gpt2" and kind is RoundedByPass:
+        pytest.skip("its layers are of another class")
+    model = quantized(name, kind, dtype)
+    before = copy.deepcopy(model.state_dict()), [b.clone() for b in model.buffers()]
+    assert "rounds a token by what else its forward pass computes" in str(said_of(model))
+    assert all(map(torch.equal, model.state_dict().values(), before[0].values()))
+    assert all(map(torch.equal, model.buffers(), before[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "name"), KEEPS_IN)
+def test_what_treats_each_token_alone_may_draft(kind: type, name: str, dtype: torch.dtype) -> None:
+    assert said_of(quantized(name, kind, dtype)) is None
+
+
+def test_its_text_is_the_targets_own() -> None:
+    """In bfloat16, where no comparison of widths would tell it from rounding."""
+    model = quantized("llama", RoundedByPass, torch.bfloat16)
+    pair = AssistedModelForCausalLM.from_models(model, draft="recycle", draft_length=4)
+    ids = random_ids(model, 2, 12)
+    with pytest.warns(UserWarning, match="without drafts: RoundedByPass rounds a token"):
+        found = pair.generate(ids, **CALL)
+    assert found.equal(model.generate(ids, **CALL))
+    assert pair.report.drafted == 0 and "rounds a token" in str(pair.report.because)
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_encoder_decoders_are_tried_as_well(name: str) -> None:
+    found = []
+    for kind in (RoundedByPass, RoundedByToken):
+        model = ENCODER_DECODERS[name].build()
+        for module in model.get_decoder().modules():
+            if type(module) is nn.Linear:
+                module.__class__ = kind
+        found.append(said_of(model))
+    assert "RoundedByPass" in str(found[0]) and found[1] is None
+
+
+@pytest.mark.quant
+def test_a_threshold_drafts_with_one_warning() -> None:
+    """bitsandbytes chooses the columns with outliers once a forward pass."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    said = {}
+    for threshold in (6.0, 0.0):
+        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=threshold)
+        target = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), quantization_config=config)
+        pair = AssistedModelForCausalLM.from_models(target, draft="recycle", draft_length=4)
+        ids = torch.arange(5, 25)[None]
+        if threshold:
+            with pytest.warns(UserWarning, match="moves logits by 0.*llm_int8_threshold=6"):
+                pair.generate(ids, **CALL)
+        pair.generate(ids, **CALL)  # without a further warning
+        assert pair.report.drafted > 0
+        said[threshold] = [text for text in pair.report.warnings if "rounds a token" in text]
+    assert len(said[6.0]) == 1 and not said[0.0]

@@ -53,7 +53,7 @@ from .loading.adapters import base_path, has_adapter, outside_layers, require_in
 from .loading.backends.quanto import copy_shells
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
-from .loading.gguf import named_in, read_config, reading_once, unmarked
+from .loading.gguf import named_in, place_of, read_config, reading_once, unmarked
 from .loading.names import DTYPES, closest
 from .loading.quantization import load_from_gguf, memory_bytes, save_target, with_recorded
 from .loading.vocabulary import find_tokenizer
@@ -231,10 +231,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             kwargs["config"] = config
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization, draft_window), tokenizer, draft_tokenizer)
         kwargs = trusting(path, base, **_with_dtype(config, kwargs))
-        of_file: dict[str, Any] = {}
+        of_file, origin = dict[str, Any](), path
         if gguf_file is not None:
             target = load_from_gguf(path, gguf_file, *model_args, **kwargs)
             of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
+            origin = place_of(path, gguf_file, kwargs)
         else:
             with loading("target", path):
                 kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
@@ -246,7 +247,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
         with nullcontext() if is_named else loading("draft", folder):
             for_draft |= {} if is_named else {"trust_remote_code": False}
-            model = cls._assemble(target, spec, policy, found, path, for_draft, fast, exact)
+            model = cls._assemble(target, spec, policy, found, origin, for_draft, fast, exact)
         model.sessions = sessions
         return model
 

@@ -1,11 +1,14 @@
-"""Tiny Llamas in GGUF files, with a tokenizer of single bytes in them, written by gguf's own writer."""
+"""Tiny Llamas in GGUF files, with a tokenizer of single bytes in them, and the shipped hybrid with its MTP layer, written by
+gguf's own writer with the names and changes of llama.cpp's converter."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 64, 96, 2, 4, 2, 16
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -59,6 +62,124 @@ def write_llama(file: Path, kind: str = "F32", seed: int = 0) -> Path:
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    return _finished(writer, file)
+
+
+QWEN = {  # conversion/qwen.py and gguf-py's tensor names, read in November 2026
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "mtp.fc": "nextn.eh_proj",
+    "mtp.pre_fc_norm_embedding": "nextn.enorm",
+    "mtp.pre_fc_norm_hidden": "nextn.hnorm",
+    "mtp.norm": "nextn.shared_head_norm",
+}
+
+
+def add_qwen(writer: Any, tensors: dict[str, torch.Tensor], layers: int, kind: str = "F32") -> None:
+    """Tensors of a Qwen checkpoint, as llama.cpp stores them. layers: of the target. kind: of wide matrices."""
+    import gguf
+
+    for name, tensor in tensors.items():
+        in_layer = re.match(r"(model|mtp)\.layers\.(\d+)\.(.*)", name)
+        of_mtp = name.startswith("mtp.")
+        block = layers * of_mtp + int(in_layer[2] if in_layer else 0)
+        stem = (in_layer[3] if in_layer else name).removesuffix(".weight")
+        place = (f"blk.{block}." if in_layer or of_mtp else "") + QWEN[stem]
+        values = tensor.float()
+        if stem.endswith("A_log"):
+            values = -values.exp()
+        if "norm" in stem and stem != "linear_attn.norm":
+            values = values + 1
+        values = values.squeeze().contiguous()
+        stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else "F32"]
+        ending = "" if stem.endswith(("A_log", "dt_bias")) else ".weight"
+        writer.add_tensor(place + ending, gguf.quants.quantize(values.numpy(), stored), raw_dtype=stored)
+
+
+def write_tensors(
+    file: Path, tensors: dict[str, torch.Tensor], layers: int, announced: int = 1, kind: str = "qwen35", **more: Any
+) -> Path:
+    """A GGUF file with these tensors of a Qwen checkpoint alone, and `more` under llama.cpp's names."""
+    import gguf
+
+    writer: Any = gguf.GGUFWriter(file, kind)
+    if announced:
+        writer.add_nextn_predict_layers(announced)
+    add_qwen(writer, tensors, layers)
+    for name, tensor in more.items():
+        writer.add_tensor(name, tensor.float().numpy())
+    return _finished(writer, file)
+
+
+def write_hybrid(file: Path, kind: str = "F32", mtp: bool = True) -> Path:
+    """The shipped hybrid (zoo:hybrid) with its tokenizer. kind: of wide matrices. mtp: with its MTP layer."""
+    import gguf
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoTokenizer
+
+    from assisted import zoo
+    from assisted.handover.gguf import _add_tokenizer
+
+    source = Path(zoo.folder("hybrid"))
+    config: Any = AutoConfig.from_pretrained(source)
+    writer: Any = gguf.GGUFWriter(file, "qwen35")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers + mtp)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+    writer.add_uint32("qwen35.full_attention_interval", 4)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+    if mtp:
+        writer.add_nextn_predict_layers(1)
+    _add_tokenizer(writer, AutoTokenizer.from_pretrained(source), config.vocab_size, "target")
+    tensors = load_file(source / "model.safetensors")
+    held = {name: tensor for name, tensor in tensors.items() if mtp or not name.startswith("mtp.")}
+    add_qwen(writer, held, config.num_hidden_layers, kind)
+    return _finished(writer, file)
+
+
+def _finished(writer: Any, file: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

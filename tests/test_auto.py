@@ -81,6 +81,27 @@ def test_the_checkpoints_own_head_comes_first(tmp_path, said):
     assert model.report.drafted > 0
 
 
+@pytest.mark.parametrize(
+    ("lost", "why"),
+    [
+        (True, "announces 1 MTP layer (mtp_num_hidden_layers), but none of its files holds their tensors"),
+        (False, "holds mtp.fc.weight_packed, of a quantization that cannot be read"),
+    ],
+)
+def test_mtp_layers_that_are_passed_over_are_named(lost, why, tmp_path, said):
+    folder = with_its_head(build(next(a for a in RECURRENT if a.name == "qwen3_5")), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["mtp.fc.weight_packed"] = tensors.pop("mtp.fc.weight")
+    kept = {name: tensor for name, tensor in tensors.items() if not lost or not name.startswith("mtp.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"mtp_num_hidden_layers": 1}))
+    model = AssistedModelForCausalLM.from_pretrained(folder, draft="auto")
+    assert isinstance(model.spec, Suffix)
+    (line,) = said()
+    assert line.startswith("draft='auto' chose 'suffix': ") and '"mtp" is passed over: ' in line and why in line
+
+
 def test_tensors_that_are_no_head_of_this_family_are_not_taken(tmp_path):
     """Qwen3 has no MTP layers, so its head is stored in the layout of speculators."""
     model = AssistedModelForCausalLM.from_pretrained(with_its_head(small(), tmp_path), draft="auto")

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import write_llama
+from gguf_files import write_hybrid, write_llama
 from pairs import no_fallback
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, DraftModel
+from assisted import AssistedModelForCausalLM, DraftModel, Suffix, zoo
+from assisted.drafters import MTP
 from assisted.fast.low_bit import LowBitLinear
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
@@ -222,3 +223,37 @@ def test_a_file_is_parsed_once_and_only_there(file: Path, monkeypatch: pytest.Mo
     shutil.copy(file, again)  # another file of the same name later is read anew
     AssistedModelForCausalLM.from_pretrained(again)
     assert len(parsed) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mtp_layer_of_a_file_drafts(kind: str, tmp_path: Path) -> None:
+    """As many tokens a forward pass as with the shipped checkpoint, also from the saved pair and with another copy of the
+    target."""
+    file = write_hybrid(tmp_path / "hybrid.gguf", kind)
+    inputs = AutoTokenizer.from_pretrained(zoo.folder("hybrid"))(
+        "def mean(values):\n    total = 0\n", return_tensors="pt"
+    )
+    call = {"max_new_tokens": 24, "do_sample": False, "draft_length": 4}
+
+    def tokens(pair: AssistedModelForCausalLM) -> float:
+        with no_fallback():
+            drafted = pair.generate(**inputs, **call)
+        found = pair.report.tokens_per_pass
+        assert drafted.tolist() == pair.target.generate(**inputs, max_new_tokens=24, do_sample=False).tolist()
+        return found
+
+    shipped = tokens(AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft="mtp"))
+    pair = AssistedModelForCausalLM.from_pretrained(file, draft="auto", dtype=torch.float32)
+    assert isinstance(pair.spec, MTP)
+    assert tokens(pair) == shipped > 2.5
+    pair.save_pretrained(tmp_path / "pair")
+    assert tokens(AssistedModelForCausalLM.from_pretrained(tmp_path / "pair")) == shipped
+    assert tokens(AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=f"mtp:{file}")) == shipped
+
+
+def test_a_file_without_its_mtp_layer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = write_hybrid(tmp_path / "hybrid.gguf", mtp=False)
+    with pytest.raises(ValueError, match=r"hybrid\.gguf holds no MTP layers.*mtp:ORIGINAL_ID"):
+        AssistedModelForCausalLM.from_pretrained(file, draft="mtp")
+    assert isinstance(AssistedModelForCausalLM.from_pretrained(file, draft="auto").spec, Suffix)
+    assert "MTP" not in caplog.text

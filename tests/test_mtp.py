@@ -423,7 +423,7 @@ def test_a_head_in_the_targets_own_checkpoint(name, tmp_path):
     assert model.report.acceptance_by_position[0] > 0.6
     model.save_pretrained(tmp_path / "pair")
     assert isinstance(AssistedModelForCausalLM.from_pretrained(tmp_path / "pair").drafter, MTPDrafter)
-    with pytest.raises(ValueError, match=r"draft: .*holds no MTP layers"):
+    with pytest.raises(ValueError, match=r"draft: .*(holds no MTP layers|none of its files holds)"):
         AssistedModelForCausalLM.from_pretrained(tmp_path / "pair", draft="mtp")
 
 
@@ -455,7 +455,7 @@ def test_a_plan_raises_what_loading_raises(draft, tmp_path):
     draft = draft.replace("FOLDER", str(tmp_path / "other"))
     said = []
     for call in (AssistedModelForCausalLM.from_pretrained, functools.partial(plan, device="cpu", context=64)):
-        with pytest.raises(ValueError, match=r"draft: .*holds no MTP layers") as error:
+        with pytest.raises(ValueError, match=r"draft: .*(holds no MTP layers|none of its files holds)") as error:
             call(str(tmp_path / "target"), draft=draft)
         said.append(str(error.value))
     assert said[0] == said[1]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers.modeling_layers import MtpModel
 
 from assisted import zoo
 from assisted.heads import files as head_files
-from assisted.heads.mtp_formats import COUNTS, has_mtp, is_mtp, read_mtp, stored_mtp, write_mtp
+from assisted.heads.mtp_formats import COUNTS, is_mtp, read_mtp, stored_mtp, why_no_mtp, write_mtp
 from assisted.loading import files as loading_files
 
 H, E = 32, 3
@@ -226,7 +228,7 @@ def test_read_under_the_names_of_the_targets_layer(family, tmp_path):
     require_equal(layer, expected)
     inner = {name.removeprefix("layer."): tensor for name, tensor in layer.items() if name.startswith("layer.")}
     decoder_layer(family).load_state_dict(inner, strict=True)
-    assert has_mtp(folder, config_of(family))
+    assert why_no_mtp(folder, config_of(family)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -235,7 +237,7 @@ def test_only_the_files_with_mtp_tensors_are_opened(family, tmp_path):
     folder = shard(tmp_path, stored(family, expected), TARGET)
     (folder / "config.json").write_text(json.dumps(speculator(family)))
     require_equal(read_mtp(folder, config_of(family))[0], expected)
-    assert has_mtp(folder, config_of(family))
+    assert why_no_mtp(folder, config_of(family)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -367,7 +369,7 @@ def test_inside_a_vision_model(family, start, tmp_path):
     fields = {"model_type": "some_vision_model", "text_config": config_of(family).to_diff_dict()}
     folder = write(tmp_path, nested | {"model.visual.patch_embed.proj.weight": noise(2, 2)}, fields)
     require_equal(read_mtp(folder, config_of(family))[0], expected)
-    assert has_mtp(folder, config_of(family))
+    assert why_no_mtp(folder, config_of(family)) is None
     assert not is_mtp(fields, folder)
 
 
@@ -459,13 +461,322 @@ def test_fp8_experts_with_scales_in_powers_of_two(tmp_path):
     assert torch.equal(layer["layer.mlp.experts.gate_up_proj"], tensors[name].float() * by_expert)
 
 
+def words(numbers: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tensor:
+    """[n, m] of 0..15 -> [n, m / 8] int32, of which each four bits from the lowest hold the column that `order` says."""
+    places = numbers.unflatten(1, (-1, 8)).tolist()
+    packed = [[sum(eight[c] << 4 * i for i, c in enumerate(order)) for eight in row] for row in places]
+    return torch.tensor(packed).to(torch.int32)  # wraps, as the highest bit is set
+
+
+Packed = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, Any]]
+RANDOM = torch.Generator().manual_seed(5)
+FP4 = [sign * value for sign in (1, -1) for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+
+
+def fours(rows: int, columns: int, group: int = 16) -> tuple[torch.Tensor, ...]:
+    """Integers and zero points of 4 bits and scales, [rows, columns], [rows, groups] and [rows, groups], and the weight."""
+    q = torch.randint(0, 16, (rows, columns), generator=RANDOM)
+    z = torch.randint(0, 16, (rows, columns // group), generator=RANDOM)
+    s = torch.randint(1, 9, z.shape, generator=RANDOM) / 64
+    return q, z, s, (q - z.repeat_interleave(group, 1)) * s.repeat_interleave(group, 1)
+
+
+def pack_quantized(rows: int, columns: int) -> Packed:
+    q, _, s, _ = fours(rows, columns)
+    weight = (q - 8) * s.repeat_interleave(16, 1)
+    return weight, {"weight_packed": words(q), "weight_scale": s, "weight_shape": torch.tensor([rows, columns])}, {}
+
+
+def pack_quantized_with_zeros(rows: int, columns: int) -> Packed:
+    q, z, s, weight = fours(rows, columns)
+    return weight, {"weight_packed": words(q), "weight_scale": s, "weight_zero_point": words(z.T).T.contiguous()}, {}
+
+
+def pack_quantized_in_any_order(rows: int, columns: int) -> Packed:
+    q, _, s, _ = fours(rows, columns)
+    index = torch.randperm(columns, generator=RANDOM) // 16
+    return (q - 8) * s[:, index], {"weight_packed": words(q), "weight_scale": s, "weight_g_idx": index.int()}, {}
+
+
+def awq(rows: int, columns: int) -> Packed:
+    q, z, s, weight = fours(rows, columns)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    stored = {"qweight": words(q.T, order), "qzeros": words(z.T, order), "scales": s.T.contiguous().half()}
+    return weight, stored, {"quant_method": "awq", "bits": 4}
+
+
+def gptq(rows: int, columns: int) -> Packed:
+    q, z, s, weight = fours(rows, columns)
+    less_one = (z - 1) & 15
+    stored = {"qweight": words(q).T.contiguous(), "qzeros": words(less_one.T), "scales": s.T.contiguous().half()}
+    return weight, stored, {"quant_method": "gptq", "sym": False}
+
+
+def gptq_v2_in_any_order(rows: int, columns: int) -> Packed:
+    q, z, s, _ = fours(rows, columns)
+    index = torch.randperm(columns, generator=RANDOM) // 16
+    stored = {
+        "qweight": words(q).T.contiguous(),
+        "qzeros": words(z.T),
+        "scales": s.T.contiguous(),
+        "g_idx": index.int(),
+    }
+    return (q - z[:, index]) * s[:, index], stored, {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
+
+
+def auto_round(rows: int, columns: int) -> Packed:
+    """Zero points in the middle, of which some versions store 7 and others 8."""
+    q, _, s, _ = fours(rows, columns)
+    zeros = words(torch.full(s.T.shape, 8))
+    stored = {"qweight": words(q).T.contiguous(), "qzeros": zeros, "scales": s.T.contiguous()}
+    return (q - 8) * s.repeat_interleave(16, 1), stored, {"quant_method": "auto-round", "sym": True}
+
+
+def eight_bits(rows: int, columns: int) -> Packed:
+    q, s = torch.randint(-128, 128, (rows, columns), generator=RANDOM).to(torch.int8), torch.rand(rows, 1) + 0.5
+    return q * s, {"weight": q, "weight_scale": s}, {}
+
+
+def fp8_of_a_tensor(rows: int, columns: int) -> Packed:
+    q, s = torch.randn(rows, columns, generator=RANDOM).to(torch.float8_e4m3fn), torch.tensor(0.25)
+    return q.float() * s, {"weight": q, "weight_scale": s, "input_scale": torch.tensor(3.0)}, {}
+
+
+def mxfp8(rows: int, columns: int) -> Packed:
+    q = torch.randn(rows, columns, generator=RANDOM).to(torch.float8_e4m3fn)
+    e = torch.randint(120, 130, (rows, columns // 16), generator=RANDOM)
+    weight = q.float() * torch.exp2(e.float() - 127).repeat_interleave(16, 1)
+    return weight, {"weight": q, "weight_scale": e.to(torch.uint8)}, {}
+
+
+def fp4(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randint(0, 16, (rows, columns), generator=RANDOM)
+    return torch.tensor(FP4)[q], (q[:, ::2] + 16 * q[:, 1::2]).to(torch.uint8)
+
+
+def nvfp4(rows: int, columns: int) -> Packed:
+    values, packed = fp4(rows, columns)
+    s = (torch.rand(rows, columns // 16, generator=RANDOM) + 0.5).to(torch.float8_e4m3fn)
+    stored = {"weight_packed": packed, "weight_scale": s, "weight_global_scale": torch.tensor([8.0])}
+    return values * s.float().repeat_interleave(16, 1) / 8, stored | {"input_global_scale": torch.tensor([2.0])}, {}
+
+
+def nvfp4_of_modelopt(rows: int, columns: int) -> Packed:
+    values, packed = fp4(rows, columns)
+    s = (torch.rand(rows, columns // 16, generator=RANDOM) + 0.5).to(torch.float8_e4m3fn)
+    stored = {
+        "weight": packed,
+        "weight_scale": s,
+        "weight_scale_2": torch.tensor(0.125),
+        "input_scale": torch.tensor(2.0),
+    }
+    return values * s.float().repeat_interleave(16, 1) / 8, stored, {}
+
+
+def mxfp4(rows: int, columns: int) -> Packed:
+    values, packed = fp4(rows, columns)
+    e = torch.randint(120, 130, (rows, columns // 16), generator=RANDOM)
+    weight = values * torch.exp2(e.float() - 127).repeat_interleave(16, 1)
+    return weight, {"weight_packed": packed, "weight_scale": e.to(torch.uint8)}, {}
+
+
+FORMATS = (
+    *(
+        pack_quantized,
+        pack_quantized_with_zeros,
+        pack_quantized_in_any_order,
+        awq,
+        gptq,
+        gptq_v2_in_any_order,
+        auto_round,
+    ),
+    *(eight_bits, fp8_of_a_tensor, mxfp8, nvfp4, nvfp4_of_modelopt, mxfp4),
+)
+
+
+def packed(family: str, pack: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """A checkpoint's tensors with the linear modules quantized; with their numbers in place; and the quantization_config."""
+    held, numbers, method = {}, {}, {}
+    for name, tensor in stored(family, made(family)).items():
+        held[name] = numbers[name] = tensor
+        if tensor.dim() == 2 and not name.endswith("gate.weight"):
+            del held[name]
+            numbers[name], parts, method = pack(*tensor.shape)
+            held |= {name.removesuffix("weight") + part: given for part, given in parts.items()}
+    return held, numbers, method
+
+
+@pytest.mark.parametrize("pack", FORMATS, ids=lambda pack: pack.__name__)
+@pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
+def test_quantized_layers_are_expanded(family, pack, tmp_path, monkeypatch):
+    """The formats of compressed-tensors, AutoAWQ, GPTQModel, AutoRound and ModelOpt, also of single experts."""
+    for sizes, name, size in ((MLA, "q_lora_rank", 16), (EXPERTS, "moe_intermediate_size", 32)):
+        monkeypatch.setitem(sizes, name, size)
+        monkeypatch.setitem(FAMILIES[family][1], name, size)
+    monkeypatch.setitem(FAMILIES[family][1], "qk_rope_head_dim", 8)
+    held, numbers, method = packed(family, pack)
+    config = config_of(family)
+    folder = write(tmp_path / "packed", TARGET | held, {"quantization_config": method})
+    [expected] = read_mtp(write(tmp_path / "numbers", numbers), config)
+    for dtype in (torch.float32, None):
+        config.dtype = dtype
+        [layer] = read_mtp(folder, config)
+        assert layer.keys() == expected.keys()
+        for name, tensor in layer.items():
+            wanted = expected[name].to(dtype or torch.bfloat16)
+            assert torch.equal(tensor.to(wanted.dtype), wanted), name
+    assert why_no_mtp(folder, config) is None
+    assert stored_mtp(folder, config) == stored_mtp(tmp_path / "numbers", config)
+
+
 @pytest.mark.parametrize("suffix", ["weight_packed", "qweight", "weight_scale", "scales", "input_scale", "biases"])
 def test_other_quantizations_are_refused(suffix, tmp_path):
     tensors = stored("qwen3_5", made("qwen3_5"))
     tensors[f"mtp.layers.0.mlp.up_proj.{suffix}"] = torch.ones(4, 4, dtype=torch.int32)
     del tensors["mtp.layers.0.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=rf"up_proj\.{suffix}, of a quantization.*mtp:ORIGINAL_ID"):
-        read_mtp(write(tmp_path, tensors), config_of("qwen3_5"))
+    folder = write(tmp_path, tensors)
+    for read in (read_mtp, stored_mtp):
+        with pytest.raises(ValueError, match=rf"up_proj\.{suffix}, of a quantization.*mtp:ORIGINAL_ID"):
+            read(folder, config_of("qwen3_5"))
+    assert f"up_proj.{suffix}, of a quantization" in why_no_mtp(folder, config_of("qwen3_5"))
+
+
+@pytest.mark.parametrize(
+    ("pack", "changes", "method", "said"),
+    [
+        (gptq, {}, {"quant_method": "auto-round", "sym": False}, "zero points of AutoRound"),
+        (gptq, {"qweight": torch.ones(3, 48, dtype=torch.int32)}, {}, "32 numbers in 3 words of 32 bits"),
+        (awq, {"qzeros": torch.ones(5, 6, dtype=torch.int32)}, {}, "do not fit together"),
+        (pack_quantized, {"weight_packed": torch.ones(40, 4, dtype=torch.int32)}, {}, "do not fit together"),
+        (nvfp4, {"weight_scale": torch.ones(48, 3)}, {}, "do not fit together"),
+    ],
+)
+def test_packed_tensors_that_cannot_be_right_are_refused(pack, changes, method, said, tmp_path):
+    held, _, own = packed("qwen3_5", pack)
+    held |= {f"mtp.layers.0.mlp.up_proj.{name}": tensor for name, tensor in changes.items()}
+    folder = write(tmp_path, held, {"quantization_config": own | method})
+    with pytest.raises(ValueError, match=rf"draft: .*mtp\.\S+ .*{said}.*mtp:ORIGINAL_ID|draft: .*{said}.*up_proj"):
+        read_mtp(folder, config_of("qwen3_5"))
+
+
+SIDES = {
+    "beside model.safetensors, in the index": ("model.safetensors", "model_mtp.safetensors", "all"),
+    "the body renamed": ("model_backbone.safetensors", "model_mtp.safetensors", "all"),
+    "as AutoRound": ("model-00001-of-00001.safetensors", "model_extra_tensors.safetensors", "all"),
+    "an index without it": ("model-00001-of-00001.safetensors", "model_extra_tensors.safetensors", "body"),
+    "no index": ("model.safetensors", "mtp.safetensors", "none"),
+    "an index of its own": ("model.safetensors", "mtp-00001-of-00001.safetensors", "none"),
+}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_file_beside_the_models(side, tmp_path):
+    """What compressed-tensors (save_mtp_tensors_to_checkpoint), AutoRound and converters for MLX write."""
+    body, file, listed = SIDES[side]
+    expected, config = made("qwen3_5"), config_of("qwen3_5")
+    head = {name: tensor.contiguous() for name, tensor in stored("qwen3_5", expected).items()}
+    (tmp_path / "config.json").write_text("{}")
+    save_file(TARGET, tmp_path / body)
+    save_file(head, tmp_path / file)
+    places = {"all": dict.fromkeys(TARGET, body) | dict.fromkeys(head, file), "body": dict.fromkeys(TARGET, body)}
+    if listed in places:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places[listed]}))
+    require_equal(read_mtp(tmp_path, config)[0], expected)
+    assert stored_mtp(tmp_path, config) == (1, sum(tensor.numel() for tensor in head.values()))
+    assert why_no_mtp(tmp_path, config) is None
+    assert loading_files.files_by_tensor(tmp_path) == dict.fromkeys(TARGET, body) | dict.fromkeys(head, file)
+    (tmp_path / file).unlink()
+    assert (why_no_mtp(tmp_path, config) == f"{file} is missing in {tmp_path}") == (listed == "all")
+
+
+def test_an_index_that_was_left_over_does_not_decide(tmp_path):
+    """transformers reads model.safetensors, so all that is in it counts, and the index names files that are gone."""
+    expected = made("qwen3_5")
+    tensors = stored("qwen3_5", expected)
+    folder = write(tmp_path, TARGET | tensors)
+    old = {"weight_map": dict.fromkeys(tensors | TARGET, "model-00001-of-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(old))
+    require_equal(read_mtp(folder, config_of("qwen3_5"))[0], expected)
+    loading_files.require_sound(folder, "target")
+
+
+@pytest.mark.parametrize("where", ["top", "text_config"])
+def test_layers_that_only_the_config_has(where, tmp_path):
+    fields = {"mtp_num_hidden_layers": 2}
+    folder = write(tmp_path, TARGET, fields if where == "top" else {"text_config": fields})
+    said = r"announces 2 MTP layers \(mtp_num_hidden_layers\), but none of its files holds their tensors\. .*mtp:ORIGINAL_ID"
+    for read in (read_mtp, stored_mtp):
+        with pytest.raises(ValueError, match=f"^draft: .*{said}"):
+            read(folder, config_of("qwen3_5"))
+    assert re.search(said, why_no_mtp(folder, config_of("qwen3_5")))
+
+
+def test_the_headers_of_a_hub_id_follow_the_index(tmp_path, monkeypatch):
+    """Also beside model.safetensors, which huggingface_hub stops at."""
+    tensors = stored("qwen3_5", made("qwen3_5"))
+    folder = write(tmp_path, TARGET)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model_mtp.safetensors")
+    places = dict.fromkeys(TARGET, "model.safetensors") | dict.fromkeys(tensors, "model_mtp.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+
+    def header(repository: str, file: str, **hub: Any) -> Any:
+        assert (repository, hub) == ("org/model", {"revision": "abc"})
+        return loading_files.parse_local_safetensors_file_metadata(folder / file)
+
+    def single(repository: str, **hub: Any) -> Any:
+        of_file = header(repository, "model.safetensors", **hub)
+        return SimpleNamespace(
+            sharded=False,
+            weight_map=dict.fromkeys(of_file.tensors, "model.safetensors"),
+            files_metadata={"model.safetensors": of_file},
+        )
+
+    monkeypatch.setattr(loading_files, "get_safetensors_metadata", single)
+    monkeypatch.setattr(loading_files, "parse_safetensors_file_metadata", header)
+    monkeypatch.setattr(loading_files, "file_exists", lambda repository, name, **hub: (folder / name).is_file())
+    monkeypatch.setattr(loading_files, "hf_hub_download", lambda repository, name, **hub: str(folder / name))
+    for found in (tensors.keys() | TARGET.keys(), TARGET.keys()):
+        assert loading_files.headers("org/model", "org/model", "draft", {"revision": "abc"}).keys() == found
+        index.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5 experts", "qwen3_next"])
+def test_gguf_files(family, tmp_path):
+    """llama.cpp's names and changes: 1 added to norms, gate and up of stacked experts apart, a gate of one row as a vector."""
+    pytest.importorskip("gguf")
+    from gguf_files import write_tensors
+
+    config, expected = config_of(family), made(family)
+    config.dtype = torch.bfloat16
+    tensors = {}
+    for name, tensor in stored(family, expected, stacked=True).items():
+        if name.endswith("experts.gate_up_proj"):
+            halves = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
+            tensors |= {name.replace("gate_up_proj", half): part for half, part in halves}
+        else:
+            tensors[name] = tensor
+    copies = {"blk.4.nextn.embed_tokens.weight": noise(40, H), "blk.3.attn_norm.weight": noise(H)}
+    file = write_tensors(tmp_path / "mtp.gguf", tensors, 4, **copies)
+    for path in (file, tmp_path):  # a folder whose only model it is
+        [layer] = read_mtp(path, config)
+        assert layer.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.allclose(layer[name].float(), tensor.float(), atol=1e-6), name
+    assert stored_mtp(file, config) == (1, sum(tensor.numel() for tensor in tensors.values()))
+    assert why_no_mtp(file, config) is None
+    less = {name: tensor for name, tensor in tensors.items() if name != "mtp.norm.weight"}
+    for how, said in (
+        ({"tensors": less}, "lacks tensor mtp.norm.weight"),
+        ({"blk.4.attn_sinks.weight": noise(4)}, "unknown tensor mtp.layers.0.attn_sinks.weight"),
+        ({"kind": "glm4moe"}, "are read of qwen35, qwen35moe, qwen3next, not of glm4moe"),
+        ({"tensors": {}}, "announces 1 MTP layer"),
+        ({"tensors": {}, "announced": 0}, "holds no MTP layers"),
+        ({"announced": 2}, "lacks tensor mtp.layers.1."),
+    ):
+        with pytest.raises(ValueError, match=rf"^draft: .*mtp\.gguf.* {re.escape(said)}"):
+            read_mtp(write_tensors(file, **{"tensors": tensors, "layers": 4} | how), config)
+        assert why_no_mtp(file, config) == "" if "no MTP" in said else said in why_no_mtp(file, config)
 
 
 def test_integers_are_not_weights(tmp_path):
@@ -481,13 +792,13 @@ def test_a_checkpoint_without_mtp_layers(family, tmp_path):
     folder = write(tmp_path, TARGET)
     with pytest.raises(ValueError, match=r"holds no MTP layers for a model of type \w+\. .*draft=\"mtp:ORIGINAL_ID\""):
         read_mtp(folder, config_of(family))
-    assert not has_mtp(folder, config_of(family))
+    assert why_no_mtp(folder, config_of(family)) is not None
     assert not is_mtp(config_of(family).to_dict(), folder)
-    assert not has_mtp(tmp_path / "nowhere", config_of(family))
-    assert not has_mtp("org/never-downloaded", config_of(family))
-    assert not has_mtp("zoo:target", config_of(family))  # it has more layers
+    assert why_no_mtp(tmp_path / "nowhere", config_of(family)) is not None
+    assert why_no_mtp("org/never-downloaded", config_of(family)) is not None
+    assert why_no_mtp("zoo:target", config_of(family)) is not None  # it has more layers
     with pytest.raises(ValueError, match="not in the zoo"):
-        has_mtp("zoo:nothing", config_of(family))
+        why_no_mtp("zoo:nothing", config_of(family))
 
 
 @pytest.mark.parametrize(
@@ -504,7 +815,7 @@ def test_layers_of_another_kind_are_refused_by_name(kind, names, said, tmp_path)
     monkey = type("Config", (type(config),), {"model_type": kind})(**SIZES)
     with pytest.raises(ValueError, match=rf"draft: .*{said}"):
         read_mtp(folder, monkey)
-    assert not has_mtp(folder, monkey)
+    assert why_no_mtp(folder, monkey) is not None
 
 
 def test_an_embedding_of_their_own_is_refused(tmp_path):
@@ -649,14 +960,14 @@ def test_a_hub_id_downloads_what_is_needed(tmp_path, monkeypatch):
     (folder / "model.safetensors.index.json").unlink()
     write(folder, stored("qwen3_5", expected))
     require_equal(read_mtp("org/model", config_of("qwen3_5"))[0], expected)
-    assert ["config.json", "model.safetensors"] in [options["allow_patterns"] for _, options in asked]
+    assert ["model.safetensors"] in [options["allow_patterns"] for _, options in asked]
 
 
 def test_a_hub_id_is_known_by_what_was_downloaded(tmp_path, monkeypatch):
     folder = write(tmp_path, TARGET | stored("qwen3_5", made("qwen3_5")))
     monkeypatch.setattr(loading_files, "try_to_load_from_cache", lambda path, name: str(folder / name))
-    assert has_mtp("org/model", config_of("qwen3_5"))
-    assert not has_mtp("org/model", config_of("deepseek_v3"))
+    assert why_no_mtp("org/model", config_of("qwen3_5")) is None
+    assert why_no_mtp("org/model", config_of("deepseek_v3")) is not None
 
 
 def test_broken_files_are_named(tmp_path):

@@ -15,7 +15,7 @@ from .. import zoo
 from ..engine.host import free_memory
 from ..engine.parts import device_of, unwrapped
 from ..engine.ranks import ranks_of
-from ..heads.mtp_formats import has_mtp
+from ..heads.mtp_formats import why_no_mtp
 from ..loading.backends import find, placed
 from ..loading.files import fields_of
 from ..loading.quantization import stored_bytes
@@ -32,7 +32,7 @@ shipped target, 7 million weights, wait for operations; those of SmolLM2, 135 mi
 class Auto(Spec):
     """Chooses the draft: `"auto"`. The first of these that is there:
 
-    1. the MTP head of the target's own checkpoint;
+    1. the MTP head of the target's own checkpoint; if there are signs of one that cannot be used, the line below says why;
     2. trained heads that name this target, among the shipped ones and those in the local cache of the Hub;
     3. the text, with a copy of the target in 8 bits where it fits into half of the free memory and the target is large enough
        to gain from it.
@@ -63,14 +63,18 @@ class Auto(Spec):
 def _best(target: Target) -> tuple[str, str]:
     """The draft as a caller writes it, and why."""
     model = unwrapped(target.model)
-    if target.path is not None and has_mtp(target.path, model.config.get_text_config(decoder=True)):
-        return "mtp", "the target's checkpoint has an MTP head"
+    passed = ""
+    if target.path is not None:
+        why_not = why_no_mtp(target.path, model.config.get_text_config(decoder=True))
+        if why_not is None:
+            return "mtp", "the target's checkpoint has an MTP head"
+        passed = why_not and f'. "mtp" is passed over: {why_not}'
     for path in (*zoo.heads_of(target.path or ""), *_naming(target)):
-        return path, "it was trained for this target"
+        return path, f"it was trained for this target{passed}"
     why_not = _no_copy(model)
     if why_not is None:
-        return "suffix+self:int8", "no trained head is there, and a copy in 8 bits fits"
-    return "suffix", f"no trained head is there, and a copy in 8 bits is out: {why_not}"
+        return "suffix+self:int8", f"no trained head is there, and a copy in 8 bits fits{passed}"
+    return "suffix", f"no trained head is there, and a copy in 8 bits is out: {why_not}{passed}"
 
 
 def _naming(target: Target) -> Iterator[str]:

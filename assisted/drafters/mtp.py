@@ -22,13 +22,13 @@ from .registry import register
 @register("mtp")
 @dataclass(frozen=True)
 class MTP(WindowOptions):
-    """The multi-token-prediction head that was trained with the target drafts: `"mtp"`, or `"mtp:DIR"`.
+    """The multi-token-prediction head that was trained with the target drafts: `"mtp"`, or `"mtp:DIR"`, or `"mtp:FILE.gguf"`.
 
     If a checkpoint has several such layers, each drafts one token in turn, and the last one also those after.
 
     Args:
-        path: folder or Hub id of a checkpoint with the head, for a target whose own has lost it, as quantized ones often have;
-            or an `MTPHead` or `SequentialMTP`. None (default) is the checkpoint that the target was loaded from.
+        path: folder, GGUF file or Hub id of a checkpoint with the head, for a target whose own has lost it, as quantized ones
+            often have; or an `MTPHead` or `SequentialMTP`. None (default) is the checkpoint that the target was loaded from.
         tree: True drafts token trees if the target can verify them. False drafts chains. None (default) drafts trees for greedy
             decoding and chains for sampling.
         top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4

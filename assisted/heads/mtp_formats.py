@@ -1,7 +1,7 @@
 """Reads and writes the multi-token prediction (MTP) layers that published checkpoints ship beside their model
 (DeepSeek-V3, arXiv 2412.19437): the names, column order and storage of each family, all brought to one set of names. Reading is
-strict and opens only the files that hold MTP tensors; norm weights stay as they are stored, also where a family multiplies by
-1 + w. Knows nothing of how the layers are run.
+strict and opens only the files that hold MTP tensors, also one beside a quantized model's or a GGUF file; norm weights stay
+as transformers stores them, also where a family multiplies by 1 + w. Knows nothing of how the layers are run.
 
 No published checkpoint was available for a test: the layouts are those that vLLM, speculators and transformers read, tested on
 synthetic files, which transformers' loader (glm4_moe, deepseek_v3) and speculators (Qwen) read the same.
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .. import zoo
-from ..loading.files import fields_of, files_by_tensor, headers, loading, local_folder, write_json
+from ..loading import gguf
+from ..loading.expanded import Group, expand, grouped, is_as_it_is, is_known
+from ..loading.files import UNLISTED, fields_of, files_by_tensor, headers, loading, local_folder, stored_in, write_json
 from .files import find_folder, require_tensors
+from .mtp_layouts import BUILT_AS, FAMILIES, GGUF_COPIES, GGUF_KINDS, GGUF_NAMES, REFUSED, SPECULATORS, Layout
 
-__all__ = ["common_names", "has_mtp", "is_mtp", "read_mtp", "stored_mtp", "write_mtp", "written_names"]
+__all__ = ["common_names", "is_mtp", "read_mtp", "stored_mtp", "why_no_mtp", "write_mtp", "written_names"]
 
-_BLOCK = 128  # the side of the squares of an FP8 weight that share a scale
 _PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
 _FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
@@ -49,85 +52,15 @@ Wanted = dict[str, tuple[tuple[int, ...], Shapes]]
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How a family names an MTP layer. {k} counts the MTP layers from 0, {n} goes on from the target's layers."""
+class _Found:
+    """The MTP layers of a checkpoint: their layout and number, and of each of their tensors its shape."""
 
-    root: str  # the beginning of all names
-    layer: str  # all others follow the root
-    embed_norm: str
-    hidden_norm: str
-    fuse: str
-    end_norm: str  # "" if there is none
-    hidden_first: bool = False  # the order of the columns of `fuse`
-    stacked: bool = False  # whether experts are written as one tensor
-    copies: tuple[str, ...] = ()  # of the target's embedding and head
-    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of names in transformers' layer and in the checkpoint
-
-    def stored(self, name: str, k: int, layers: int) -> str:
-        """The name in the checkpoint. layers: of the target."""
-        part, dot, rest = name.partition(".")
-        if part == "layer":
-            rest = next((new + rest.removeprefix(old) for old, new in self.renamed if rest.startswith(old)), rest)
-            rest = self.layer + rest
-        else:
-            rest = getattr(self, part) + dot + rest
-        return (self.root + rest).format(k=k, n=layers + k)
-
-    def parts(
-        self, name: str, shape: tuple[int, ...], k: int, layers: int, stacked: bool
-    ) -> dict[str, tuple[int, ...]]:
-        """The tensors of a checkpoint that make one of ours: itself, or those of each expert, in the order of their rows."""
-        experts = re.fullmatch(r"layer\.mlp\.experts\.(gate_up|down)_proj", name)
-        if stacked or experts is None:
-            return {self.stored(name, k, layers): shape}
-        kinds = experts[1].split("_")
-        names = (f"layer.mlp.experts.{e}.{kind}_proj.weight" for e in range(shape[0]) for kind in kinds)
-        return dict.fromkeys((self.stored(part, k, layers) for part in names), (shape[1] // len(kinds), shape[2]))
-
-
-_NEXTN = _Layout(
-    *("model.layers.{n}.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
-    copies=("embed_tokens.weight", "shared_head.head.weight"),
-)
-_QWEN = _Layout("mtp.", "layers.{k}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_SPECULATORS = _Layout(
-    *("mtp_layers.{k}.", "", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), stacked=True
-)
-_ERNIE = _Layout("model.mtp_", "block.{k}.", "emb_norm.{k}", "hidden_norm.{k}", "linear_proj.{k}", "")
-_FAMILIES = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _NEXTN),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "exaone4"), _QWEN),
-    "qwen3_5_moe_text": replace(_QWEN, stacked=True),
-    "exaone_moe": replace(_QWEN, renamed=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),)),
-    "hy_v3": replace(
-        _NEXTN,
-        end_norm="final_layernorm",
-        copies=(*_NEXTN.copies, "shared_head.weight"),
-        renamed=(
-            ("mlp.gate.", "mlp.router.gate."),
-            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
-            ("mlp.shared_experts.", "mlp.shared_mlp."),
-        ),
-    ),
-    "mimo": replace(_SPECULATORS, root="model.mtp_layers.{k}.", hidden_first=True, stacked=False),
-    "ernie4_5": _ERNIE,
-    "ernie4_5_moe": replace(_ERNIE, renamed=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
-    "longcat_flash": _Layout(
-        *("model.mtp.", "layers.{k}.", "layers.{k}.enorm.m", "layers.{k}.hnorm.m", "layers.{k}.eh_proj", "norm"),
-        copies=("embed_tokens.weight",),
-        renamed=(("mlp.", "transformer_layer.mlp."),),
-    ),
-}
-"""By the model_type of the text config."""
-_BUILT_AS = {"mimo": "qwen2", "longcat_flash": "deepseek_v3"}
-"""Families whose MTP layer is a layer of another class: transformers has none for MiMo, and LongCat's is a dense one."""
-_REFUSED = (
-    ("mimo_v2", r"model\.mtp\.", "the MTP layers of MiMo-V2 (model.mtp.*) are not supported"),
-    ("nemotron_h", r"mtp\.layers\.", "the MTP layers of Nemotron-H (mtp_layers_block_type) are not supported"),
-    ("deepseek_v4", r"mtp\.\d+\.[eh]_proj\.", "the MTP layers of DeepSeek-V4 (mtp.0.e_proj, h_proj) are not supported"),
-    ("deepseek_v4", r"mtp\.", "mtp.* without enorm is a DSpark drafter and not an MTP layer"),
-)
-"""The beginning of a model_type, the tensors, and what to say of them."""
+    where: str | Path
+    layout: Layout
+    number: int
+    shapes: Shapes
+    method: Mapping[str, Any]  # the quantization_config
+    read: Callable[[str], Tensor]
 
 
 def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dict[str, Tensor]]:
@@ -135,41 +68,34 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
 
     Of each layer: `embed_norm.weight` and `hidden_norm.weight` [H], `fuse.weight` [H, 2H] with the columns of the embedding
     first, `end_norm.weight` [H] where the family has one, and `layer.*` with the names that the decoder layer of transformers
-    has, experts stacked. FP8 weights are returned in the config's dtype, else bfloat16; all others as stored. Copies of the
-    target's embedding and head are left out. Norms and `fuse` that a family has once are in each layer's dict.
+    has, experts stacked. Quantized weights are expanded, in the config's dtype, else bfloat16; all others are as stored. Copies
+    of the target's embedding and head are left out. Norms and `fuse` that a family has once are in each layer's dict.
 
-    path: a folder, a `zoo:` name or a Hub id, of which only the files that hold MTP tensors are downloaded. config: the
-    target's text config. hub: download options.
+    path: a folder, a GGUF file, a `zoo:` name or a Hub id, of which only the files that hold MTP tensors are downloaded.
+    config: the target's text config. hub: download options.
 
     Raises ValueError for a checkpoint without MTP tensors or with some that are not supported, and for a missing, unknown or
     misshapen tensor, with its name.
     """
-    folder = find_folder(path, ["config.json", SAFE_WEIGHTS_INDEX_NAME], **hub)
-    if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        folder = find_folder(path, ["config.json", SAFE_WEIGHTS_NAME], **hub)
-    with loading("draft", folder):
-        layout, number, files = _found(folder, files_by_tensor(folder), config)
-    find_folder(path, sorted(set(files.values())), **hub)
-    with loading("draft", folder), ExitStack() as stack:
-        opened = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in sorted(set(files.values()))}
-        found = {name: tuple(opened[file].get_slice(name).get_shape()) for name, file in files.items()}
-        wanted, scales = _checked(folder, layout, number, config, found)
+    with ExitStack() as stack:
+        file = gguf.file_of(path)
+        found = _in_folder(path, config, stack, hub) if file is None else _in_gguf(file, config)
+        stack.enter_context(loading("draft", found.where))
+        wanted, groups = _checked(found, config)
 
-        def read(name: str) -> Tensor:
-            tensor: Tensor = opened[files[name]].get_tensor(name)
-            if (scaled := _scale(name)) in scales:
-                scale = opened[files[scaled]].get_tensor(scaled)
-                return _dequantized(tensor, scale, config.dtype or torch.bfloat16)
-            if not tensor.is_floating_point() or tensor.element_size() == 1:
-                raise ValueError(f"draft: {folder} holds {name} in {tensor.dtype} without its scales. {_ORIGINAL}")
-            return tensor
+        def read(name: str, shape: tuple[int, ...]) -> Tensor:
+            parts = {role: found.read(stored) for role, stored in groups[name].items()}
+            try:
+                return expand(name, parts, shape, found.method, config.dtype or torch.bfloat16)
+            except ValueError as error:
+                raise ValueError(f"draft: {found.where}: {error}. {_ORIGINAL}") from error
 
         layers = [
-            {name: _joined([read(part) for part in parts], shape) for name, (shape, parts) in ours.items()}
+            {name: _joined([read(*part) for part in parts.items()], shape) for name, (shape, parts) in ours.items()}
             for ours in wanted
         ]
     for layer in layers:
-        layer["fuse.weight"] = _embedding_first(layout, layer["fuse.weight"])
+        layer["fuse.weight"] = _embedding_first(found.layout, layer["fuse.weight"])
     return layers
 
 
@@ -180,14 +106,44 @@ def stored_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> tuple[
     path, config, hub: as for `read_mtp`. Raises ValueError where that does because of names and shapes, and OSError for an
     unknown Hub id.
     """
-    folder = find_folder(path, ["config.json"], **hub)
-    given = zoo.resolve(str(path))
-    tensors = headers(given, str(path), "draft", hub)
-    with loading("draft", given):
-        layout, number, files = _found(folder, dict.fromkeys(tensors, ""), config)
-        wanted, _ = _checked(given, layout, number, config, {name: tuple(tensors[name].shape) for name in files})
-    names = {part for ours in wanted for _, parts in ours.values() for part in parts}
-    return number, sum(tensors[name].parameter_count for name in names)
+    file = gguf.file_of(path)
+    if file is not None:
+        found = _in_gguf(file, config)
+    else:
+        folder, given = find_folder(path, ["config.json"], **hub), zoo.resolve(str(path))
+        tensors = headers(given, str(path), "draft", hub)
+        with loading("draft", given):
+            layout, number, names = _require_mtp(folder, _fields(folder), tensors, config)
+        shapes = {name: tuple(tensors[name].shape) for name in names}
+        found = _Found(given, layout, number, shapes, {}, lambda name: torch.empty(0))
+    with loading("draft", found.where):
+        wanted, _ = _checked(found, config)
+    parts = {name: prod(shape) for ours in wanted for _, parts in ours.values() for name, shape in parts.items()}
+    return found.number, sum(parts.values())
+
+
+def why_no_mtp(path: str | Path, config: PreTrainedConfig) -> str | None:
+    """Why the MTP layers of a checkpoint cannot be used, from its index and headers: None if they can be, and "" if nothing
+    points to any. path: a folder, a GGUF file, a `zoo:` name, or a Hub id, of which only the local copy is read. config: the
+    target's text config."""
+    file, folder = gguf.file_of(path), local_folder(zoo.resolve(str(path)))
+    try:
+        if file is not None:
+            return None if _checked(_in_gguf(file, config), config) else ""
+        if folder is None:
+            return ""
+        files = files_by_tensor(folder)
+        layout, number, names = _require_mtp(folder, _fields(folder), files, config)
+        wanted = {folder / files[name] for name in names}
+        if missing := sorted(place.name for place in wanted if not place.is_file()):
+            return None if folder.parent.name == "snapshots" else f"{missing[0]} is missing in {folder}"
+        stored = {name: tuple(t.shape) for place in wanted for name, t in stored_in(place).items() if name in names}
+        _checked(_Found(folder, layout, number, stored, {}, lambda name: torch.empty(0)), config)
+    except _NothingThere:
+        return ""
+    except ValueError as error:
+        return str(error).removeprefix("draft: ")
+    return None
 
 
 def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, folder: str | Path) -> None:
@@ -201,7 +157,7 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
     Raises ValueError for a tensor that the format has no name for, for one that it requires, and for different ones where the
     format has one for all layers.
     """
-    layout, folder = _FAMILIES.get(config.model_type, _SPECULATORS), Path(folder)
+    layout, folder = FAMILIES.get(config.model_type, SPECULATORS), Path(folder)
     required = written_names(config)
     held: dict[str, Tensor] = {}
     for k, tensors in enumerate(layers):
@@ -228,20 +184,20 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
         fields.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
-        folder / "config.json", _as_speculators(fields, config, len(layers)) if layout is _SPECULATORS else fields
+        folder / "config.json", _as_speculators(fields, config, len(layers)) if layout is SPECULATORS else fields
     )
     save_file(held, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def written_names(config: PreTrainedConfig) -> set[str]:
     """The tensors that `write_mtp` takes besides `layer.*`. config: the target's text config."""
-    layout = _FAMILIES.get(config.model_type, _SPECULATORS)
+    layout = FAMILIES.get(config.model_type, SPECULATORS)
     return {f"{name}.weight" for name in _FIXED if getattr(layout, name)}
 
 
 def common_names(config: PreTrainedConfig) -> set[str]:
     """The norms and the fusion, by their names here without `.weight`, that all MTP layers of the target's family share."""
-    layout = _FAMILIES.get(config.model_type, _SPECULATORS)
+    layout = FAMILIES.get(config.model_type, SPECULATORS)
     parts = [name for name in _FIXED if getattr(layout, name)]
     return {name for name in parts if layout.stored(f"{name}.weight", 0, 1) == layout.stored(f"{name}.weight", 1, 1)}
 
@@ -251,59 +207,132 @@ def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
     if "speculators_model_type" in fields:
         return bool(fields["speculators_model_type"] == "mtp")
     kind, layers = fields.get("model_type"), fields.get("num_hidden_layers", fields.get("num_layers"))
-    if not isinstance(kind, str) or kind not in _FAMILIES or not isinstance(layers, int):
+    if not isinstance(kind, str) or kind not in FAMILIES or not isinstance(layers, int):
         return False
     files = files_by_tensor(folder)
-    own = _located(folder, files, kind, layers)[2]
-    return bool(own) and own.keys() == files.keys()
+    own = _located(fields, files, kind, layers)[2]
+    return bool(own) and set(own) == files.keys()
 
 
-def has_mtp(path: str | Path, config: PreTrainedConfig) -> bool:
-    """Whether a checkpoint holds MTP layers that are supported, from its index or header. path: a folder, a `zoo:` name, or a
-    Hub id, of which only the local copy is read. config: the target's text config."""
-    folder = local_folder(zoo.resolve(str(path)))
-    if folder is None:
-        return False
-    return bool(_located(folder, files_by_tensor(folder), config.model_type, config.num_hidden_layers)[2])
+class _NothingThere(ValueError):
+    """A checkpoint without any sign of MTP layers."""
 
 
-def _found(folder: Path, files: Mapping[str, str], config: PreTrainedConfig) -> tuple[_Layout, int, dict[str, str]]:
+def _in_folder(path: str | Path, config: PreTrainedConfig, stack: ExitStack, hub: Mapping[str, Any]) -> _Found:
+    """The MTP layers in safetensors files, which the stack opens. Raises ValueError if there are none."""
+    for patterns in (["config.json", SAFE_WEIGHTS_INDEX_NAME], [*UNLISTED], ["config.json", SAFE_WEIGHTS_NAME]):
+        folder = find_folder(path, patterns, **hub)
+        with loading("draft", folder):
+            fields, files = _fields(folder), files_by_tensor(folder)
+            if _located(fields, files, config.model_type, config.num_hidden_layers)[2]:
+                break
+    with loading("draft", folder):
+        layout, number, names = _require_mtp(folder, fields, files, config)
+    needed = sorted({files[name] for name in names})
+    find_folder(path, needed, **hub)
+    with loading("draft", folder):
+        opened = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in needed}
+        shapes = {name: tuple(opened[files[name]].get_slice(name).get_shape()) for name in names}
+    method = fields.get("quantization_config") or {}
+    return _Found(folder, layout, number, shapes, method, lambda name: opened[files[name]].get_tensor(name))
+
+
+def _in_gguf(file: Path, config: PreTrainedConfig) -> _Found:
+    """The MTP layers in a GGUF file, under Qwen's names. Raises ValueError if there are none, or none that are supported."""
+    kind, announced, held = gguf.stored(file)
+    places: dict[str, list[gguf.Stored]] = {}
+    for leaf in (*GGUF_NAMES, None):  # gates before what is up; then tensors without a name here
+        for name, tensor in held.items():
+            match = re.fullmatch(r"blk\.(\d+)\.(.+?)(\.weight)?", name)
+            if match and (leaf == match[2] if leaf else match[2] not in (*GGUF_NAMES, *GGUF_COPIES)):
+                ours = GGUF_NAMES.get(match[2], "layers.{k}." + match[2])
+                ours += "" if ".experts." in ours else ".weight"
+                if (k := int(match[1]) - config.num_hidden_layers) >= 0:
+                    places.setdefault(f"mtp.{ours}".format(k=k), []).append(tensor)
+    if places and (kind not in GGUF_KINDS or config.model_type not in GGUF_KINDS.values()):
+        raise ValueError(
+            f"draft: {file}: MTP layers in GGUF files are read of {', '.join(GGUF_KINDS)}, not of {kind}. {_ORIGINAL}"
+        )
+    layout, number, names = _require_mtp(file, {COUNTS[0]: announced}, places, config)
+
+    def shape(name: str) -> tuple[int, ...]:
+        first = places[name][0].shape
+        if len(first) == 1:
+            return first if "norm" in name else (1, *first)
+        return (*first[:-2], first[-2] * len(places[name]), first[-1])
+
+    def read(name: str) -> Tensor:
+        parts = [torch.from_numpy(tensor.numbers()) for tensor in places[name]]
+        if "norm" in name:
+            return parts[0] - 1
+        return torch.cat(parts, -2 if len(parts) > 1 else 0).reshape(shape(name)).to(config.dtype or torch.bfloat16)
+
+    return _Found(file, layout, number, {name: shape(name) for name in names}, {}, read)
+
+
+def _fields(folder: Path) -> dict[str, Any]:
+    return fields_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+
+
+def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """How many MTP layers a config announces, and where; ("", 0) for none."""
+    text = fields.get("text_config")
+    parts = [fields, text if isinstance(text, dict) else {}]
+    found = [(name, part.get(name)) for part in parts for name in COUNTS]
+    return max(
+        ((name, n) for name, n in found if type(n) is int and 0 < n <= _MOST), key=lambda at: at[1], default=("", 0)
+    )
+
+
+def _require_mtp(
+    where: Path, fields: Mapping[str, Any], names: Iterable[str], config: PreTrainedConfig
+) -> tuple[Layout, int, list[str]]:
     """`_located`. Raises ValueError if there are no MTP layers, or none that are supported."""
-    _require_supported(folder, files, config)
-    layout, number, own = _located(folder, files, config.model_type, config.num_hidden_layers)
-    if layout is None or not own:
-        raise ValueError(f"draft: {folder} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
-    return layout, number, own
+    for kind, pattern, said in REFUSED:
+        if config.model_type.startswith(kind) and any(re.match(pattern, name) for name in names):
+            raise ValueError(f"draft: {where}: {said}")
+    if getattr(config, "mtp_use_dedicated_embeddings", False):
+        raise ValueError(f"draft: {where}: MTP layers with an embedding of their own are not supported")
+    layout, number, own = _located(fields, names, config.model_type, config.num_hidden_layers)
+    if layout is not None and own:
+        return layout, number, own
+    key, count = _announced(fields)
+    if layout is not None and count:
+        raise ValueError(
+            f"draft: {where} announces {count} MTP layer{'s' * (count > 1)} ({key}), but none of its files holds their "
+            f"tensors. {_ORIGINAL}"
+        )
+    raise _NothingThere(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
-def _checked(
-    where: str | Path, layout: _Layout, number: int, config: PreTrainedConfig, found: Shapes
-) -> tuple[list[Wanted], Shapes]:
-    """What each MTP layer needs of the tensors found, and the scales among these. Raises ValueError with the name of a tensor
-    that is missing, unknown, misshapen or packed."""
-    kinds = _kinds_of_layers(config)
-    wanted = [_wanted(layout, k, config, kinds, found) for k in range(number)]
+def _checked(found: _Found, config: PreTrainedConfig) -> tuple[list[Wanted], dict[str, Group]]:
+    """What each MTP layer needs, and the tensors that store each weight. Raises ValueError with the name of a tensor that is
+    missing, unknown, misshapen or of an unknown quantization."""
+    groups, kinds = grouped(found.shapes), _kinds_of_layers(config)
+    wanted = [_wanted(found.layout, k, config, kinds, groups) for k in range(found.number)]
     expected = {part: shape for ours in wanted for _, parts in ours.values() for part, shape in parts.items()}
-    scales = {_scale(name): _blocks(shape) for name, shape in expected.items() if _scale(name) in found}
-    if packed := sorted(name for name in found.keys() - expected.keys() - scales.keys() if _PACKED.search(name)):
-        raise ValueError(f"draft: {where} holds {packed[0]}, of a quantization that cannot be read. {_ORIGINAL}")
-    require_tensors(found, expected | scales, where)
-    return wanted, scales
+    odd = [group for name, group in groups.items() if name in expected and not is_known(group)]
+    odd += [{"": name} for name in groups.keys() - expected.keys() if _PACKED.search(name)]
+    if odd:
+        names = sorted(name for group in odd for name in group.values())
+        raise ValueError(f"draft: {found.where} holds {names[0]}, of a quantization that cannot be read. {_ORIGINAL}")
+    as_they_are = {
+        n: found.shapes[group[""]] if is_as_it_is(group) else expected.get(n, ()) for n, group in groups.items()
+    }
+    require_tensors(as_they_are, expected, found.where)
+    return wanted, groups
 
 
 def _located(
-    folder: Path, files: Mapping[str, str], kind: str, layers: int
-) -> tuple[_Layout | None, int, dict[str, str]]:
-    """The layout of a checkpoint, the number of its MTP layers, and the file of each of their tensors.
+    fields: Mapping[str, Any], files: Iterable[str], kind: str, layers: int
+) -> tuple[Layout | None, int, list[str]]:
+    """The layout of a checkpoint, the number of its MTP layers, and their tensors.
 
-    folder: with its config.json. files: of all its tensors. kind, layers: the target's model_type and number of layers.
+    fields: of its config.json. files: the names of all its tensors. kind, layers: the target's model_type and number of layers.
     """
-    layout = _FAMILIES.get(kind)
-    fields = fields_of(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if fields.get("speculators_model_type") == "mtp":
-        layout = _SPECULATORS
+    layout = SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(kind)
     if layout is None:
-        return None, 0, {}
+        return None, 0, []
 
     def begins(text: str, k: int) -> list[str]:
         return [name for name in files if name.startswith(text.format(k=k, n=layers + k))]
@@ -312,11 +341,15 @@ def _located(
     layout = replace(layout, root=next((root for root in roots if begins(root, 0)), layout.root))
     number = _number(layout.root + layout.layer, layers, files, fields)
     copies = {(layout.root + name).format(k=k, n=layers + k) for k in range(number) for name in layout.copies}
-    own = {name: files[name] for k in range(number) for name in begins(layout.root, k)}
+    own = [name for k in range(number) for name in begins(layout.root, k)]
     marks = tuple(layout.stored(f"{name}.", 0, layers) for name in _FIXED[:3])
     if not any(name.startswith(marks) for name in own):  # layers of a deeper model that has the same names
-        return layout, 0, {}
-    return layout, number, {n: file for n, file in own.items() if n not in copies and not n.endswith(".inv_freq")}
+        return layout, 0, []
+    return (
+        layout,
+        number,
+        [name for name in dict.fromkeys(own) if name not in copies and not name.endswith(".inv_freq")],
+    )
 
 
 def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, Any]) -> int:
@@ -325,22 +358,10 @@ def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, 
     pattern = re.compile(re.sub(r"\\{[kn]\\}", r"(\\d+)", re.escape(start)))
     first = layers if "{n}" in start else 0
     found = [int(match[1]) - first for name in names if (match := pattern.match(name))]
-    for part in (fields, fields.get("text_config")):
-        said = [part.get(name) for name in COUNTS] if isinstance(part, dict) else []
-        found += [count - 1 for count in said if isinstance(count, int) and count <= _MOST]
-    return max([0, *found]) + 1
+    return max([0, *found, _announced(fields)[1] - 1]) + 1
 
 
-def _require_supported(folder: Path, names: Iterable[str], config: PreTrainedConfig) -> None:
-    """Raises ValueError for MTP layers that are known to be different."""
-    for kind, pattern, said in _REFUSED:
-        if config.model_type.startswith(kind) and any(re.match(pattern, name) for name in names):
-            raise ValueError(f"draft: {folder}: {said}")
-    if getattr(config, "mtp_use_dedicated_embeddings", False):
-        raise ValueError(f"draft: {folder}: MTP layers with an embedding of their own are not supported")
-
-
-def _wanted(layout: _Layout, k: int, config: PreTrainedConfig, kinds: Iterable[Shapes], found: Iterable[str]) -> Wanted:
+def _wanted(layout: Layout, k: int, config: PreTrainedConfig, kinds: Iterable[Shapes], found: Iterable[str]) -> Wanted:
     """What MTP layer k needs, with the kind of decoder layer that fits the tensors in the checkpoint best."""
     layers, width, names = config.num_hidden_layers, config.hidden_size, set(found)
     fixed: Shapes = {f"{name}.weight": (width,) for name in _FIXED if getattr(layout, name)}
@@ -361,8 +382,8 @@ def _wanted(layout: _Layout, k: int, config: PreTrainedConfig, kinds: Iterable[S
 def _kinds_of_layers(config: PreTrainedConfig) -> list[Shapes]:
     """The shapes of the tensors, as `layer.NAME`, of each kind of decoder layer of a model; nothing is allocated."""
     config = deepcopy(config)
-    if config.model_type in _BUILT_AS:
-        kind = AutoConfig.for_model(_BUILT_AS[config.model_type])
+    if config.model_type in BUILT_AS:
+        kind = AutoConfig.for_model(BUILT_AS[config.model_type])
         given = {
             name: getattr(config, name) for name in kind.to_dict() if name != "model_type" and hasattr(config, name)
         }
@@ -380,27 +401,9 @@ def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
     return torch.stack(parts).reshape(shape) if len(parts) > 1 else parts[0].reshape(shape)
 
 
-def _embedding_first(layout: _Layout, fuse: Tensor) -> Tensor:
+def _embedding_first(layout: Layout, fuse: Tensor) -> Tensor:
     """[H, 2H]: the columns of the embedding first, or back in the order of the layout."""
     return fuse.roll(fuse.shape[0], 1) if layout.hidden_first else fuse
-
-
-def _scale(name: str) -> str:
-    """The name of the scales of an FP8 weight."""
-    return f"{name}_scale_inv"
-
-
-def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the scales of an FP8 weight."""
-    return (*shape[:-2], *(-(-size // _BLOCK) for size in shape[-2:]))
-
-
-def _dequantized(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight: [..., n, m]. scale: [..., ceil(n / 128), ceil(m / 128)], one for each square of it."""
-    scale = scale.float()
-    for axis in (-2, -1):
-        scale = scale.repeat_interleave(_BLOCK, axis).narrow(axis, 0, weight.shape[axis])
-    return (weight.float() * scale).to(dtype)
 
 
 def _as_speculators(layer: dict[str, Any], config: PreTrainedConfig, number: int) -> dict[str, Any]:

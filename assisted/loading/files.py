@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import (
+    file_exists,
     get_safetensors_metadata,
+    hf_hub_download,
     parse_local_safetensors_file_metadata,
+    parse_safetensors_file_metadata,
     snapshot_download,
     try_to_load_from_cache,
 )
@@ -48,6 +51,8 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(_SWITCHES.split(), ("true or false", (bool,))),
 }
 """Of the fields of a generation config: what a value has to be."""
+UNLISTED = ("*mtp*.safetensors", "*extra*.safetensors")
+"""Files with MTP layers or the like that stand beside a model's, in some checkpoints without an entry in the index."""
 _ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # the beginning of this package's own messages
 
 
@@ -119,6 +124,13 @@ def headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[s
         return {name: tensor for file in files for name, tensor in stored_in(file).items()}
     try:
         metadata = get_safetensors_metadata(folder, **hub)
+        listed: dict[str, str] = {}
+        if not metadata.sharded and file_exists(folder, SAFE_WEIGHTS_INDEX_NAME, **hub):  # see `files_by_tensor`
+            listed = fields_of(Path(hf_hub_download(folder, SAFE_WEIGHTS_INDEX_NAME, **hub))).get("weight_map", {})
+        beside = [
+            parse_safetensors_file_metadata(folder, file, **hub)
+            for file in sorted({file for name, file in listed.items() if name not in metadata.weight_map})
+        ]
     except NotASafetensorsRepoError as error:
         raise ValueError(
             f"{role}: {path!r} has no weights in safetensors files, whose headers tell the sizes"
@@ -127,7 +139,8 @@ def headers(folder: str, path: str, role: str, hub: Mapping[str, Any]) -> dict[s
         raise OSError(
             f"{role}: the headers of {path!r} cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
         ) from error
-    return {name: tensor for file in metadata.files_metadata.values() for name, tensor in file.tensors.items()}
+    held = (*beside, *metadata.files_metadata.values())
+    return {name: tensor for file in held for name, tensor in file.tensors.items()}
 
 
 def write_index(folder: Path, target: str) -> None:
@@ -208,18 +221,30 @@ def require_sound(path: str | Path, role: str) -> None:
 
 
 def files_by_tensor(folder: Path) -> dict[str, str]:
-    """The file, in the folder, of each tensor of a model: from the header of its single safetensors file or from the index of
-    several; {} if it has neither. Raises ValueError for a broken one and for a file outside the folder."""
+    """The file, in the folder, of each tensor of a checkpoint; {} if it has no safetensors files.
+
+    What model.safetensors holds is read from there, as transformers does; the index decides of everything else, also beside
+    that file, where quantizers list the tensors that transformers did not load. Tensors that neither lists are looked for in
+    files that quantizers and converters are known to add without an entry. Raises ValueError for a broken file and for one
+    outside the folder.
+    """
+    files = _listed(folder)
+    for file in sorted({file for pattern in UNLISTED for file in folder.glob(pattern)}):
+        if file.name not in files.values():
+            files = dict.fromkeys(stored_in(file), file.name) | files
+    return files
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    """`files_by_tensor`, without files that the index does not name."""
     single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    if single.is_file():
-        return dict.fromkeys(stored_in(single), SAFE_WEIGHTS_NAME)
     names = fields_of(index).get("weight_map") if index.is_file() else {}
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ValueError(f"{index}: weight_map: expected a file name for each tensor")
     for name in sorted(set(names.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{index}: weight_map: {name} is outside the folder; a checkpoint's files are in it")
-    return names
+    return names | (dict.fromkeys(stored_in(single), SAFE_WEIGHTS_NAME) if single.is_file() else {})
 
 
 def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -230,7 +255,7 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     if single.is_file():
         return shapes_of(single)
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(set(files_by_tensor(folder).values())):
+    for name in sorted(set(_listed(folder).values())):
         if not (folder / name).is_file():
             if folder.parent.name == "snapshots":
                 return {}  # of the Hub's cache: it may not have been downloaded yet

@@ -7,8 +7,9 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
     with _reading(role, path, gguf_file):
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
-        _require_layers(config, cached_file(path, gguf_file, **hub), role)
+        _require_layers(config, place_of(path, gguf_file, kwargs), role)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, *model_args, gguf_file=gguf_file, **kwargs)
     if not _is_packed(model):
         _unmark(model)
@@ -126,6 +127,43 @@ def unmarked(model: PreTrainedModel) -> PreTrainedModel:
     other.config = copy.deepcopy(model.config)
     _unmark(other)
     return other
+
+
+def place_of(path: str, gguf_file: str, kwargs: Mapping[str, Any]) -> str:
+    """Where a GGUF file of a folder or a Hub repository is on this machine. kwargs: with Hub arguments among others."""
+    place: str = cached_file(path, gguf_file, **{name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs})
+    return place
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a GGUF file. shape: as in transformers."""
+
+    shape: tuple[int, ...]
+    tensor: Any
+
+    def numbers(self) -> np.ndarray:
+        """Its numbers, expanded: float32 of its shape."""
+        found = importlib.import_module("gguf").quants.dequantize(self.tensor.data, self.tensor.tensor_type)
+        return np.array(found, np.float32).reshape(self.shape)
+
+
+def file_of(path: str | Path) -> Path | None:
+    """The GGUF file at a path, or in a folder whose only model it is; None if there is none."""
+    folder, name = named_in(str(path))
+    return None if name is None else Path(folder, name)
+
+
+def stored(file: Path) -> tuple[str, int, dict[str, Stored]]:
+    """The architecture in a GGUF file, the number of MTP layers that it announces, and its tensors by llama.cpp's names.
+
+    Raises ValueError for a broken file, ImportError that names the extra if the package gguf is missing."""
+    with _reading("draft", str(file.parent), file.name):
+        reader = importlib.import_module("gguf").GGUFReader(file)
+        kind = str(reader.fields["general.architecture"].contents())
+        announced = reader.fields.get(f"{kind}.nextn_predict_layers")
+        tensors = {t.name: Stored(tuple(int(size) for size in reversed(t.shape)), t) for t in reader.tensors}
+    return kind, 0 if announced is None else int(announced.contents()), tensors
 
 
 def _type_beside(path: str, **hub: Any) -> Any:

@@ -5,14 +5,18 @@ Knows transformers' arguments, caches and configs; knows nothing of how a call r
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .drafters import NGram
 from .drafts import DraftingStopped
 from .engine.hooks import is_offloaded
 from .engine.libraries import CACHE_NAMES as _CACHES
@@ -36,11 +40,12 @@ from .engine.traits import Traits
 from .engine.trust import Trust
 from .engine.verifiable import obstacle_to_reading_on
 from .fast.sources import Source
+from .lengths import Adaptive, Confidence, DraftLength, Fixed
 from .loading.adapters import mixes_adapters
 
 OTHER_MODES = {  # with their counterparts here, if any
     "assistant_model": "make the pair with draft=THE MODEL",
-    "assistant_tokenizer": "make the pair with draft_tokenizer=",
+    "assistant_tokenizer": "make the pair with draft_tokenizer=, or pass assistant_model= with it",
     "assistant_early_exit": 'make the pair with draft="early-exit:LAYER"',
     "prompt_lookup_num_tokens": 'make the pair with draft="ngram"',
     "use_mtp": 'make the pair with draft="mtp"',
@@ -57,6 +62,21 @@ _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect he
     "assistant_ensemble_weight",
     "max_matching_ngram_size",
 )
+_COUNT: tuple[Any, Callable[[Any], bool], str] = (int, lambda value: value > 0, "a number of tokens, 1 or more")
+_ASKED: dict[
+    str, tuple[Any, Callable[[Any], bool], str]
+] = {  # settings of transformers that a call may have: their types, what else holds for them, and both in words
+    "num_assistant_tokens": _COUNT,
+    "num_assistant_tokens_schedule": (
+        str,
+        lambda value: value in ("constant", "heuristic", "heuristic_transient"),
+        '"constant", "heuristic" or "heuristic_transient"',
+    ),
+    "assistant_confidence_threshold": ((int, float), lambda value: 0 <= value <= 1, "a probability in [0, 1]"),
+    "prompt_lookup_num_tokens": _COUNT,
+    "max_matching_ngram_size": _COUNT,
+}
+_USUAL_TOKENS, _USUAL_NGRAM = 20, 2  # what transformers takes where only another of these settings is given
 MIXED = "adapter_names gives every row an adapter of its own"
 _CONSTANTS = (bool, int, float, str)
 _LAYERS = {  # what slots can stand for
@@ -106,6 +126,77 @@ def require_own_drafting(config: GenerationConfig | None, own: GenerationConfig 
                 f"{name}: this configures transformers' own drafting, which does not run here; use draft_length and "
                 "the draft specs, or pass assisted=False"
             )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call asks for in transformers' words, in those of this package.
+
+    Args:
+        draft: for this call; None for the pair's own.
+        draft_tokenizer: of a draft model.
+        length: for this call; None if nothing is said of it.
+        settings: the settings that these stand for, which are the nearest and not the same.
+    """
+
+    draft: Any
+    draft_tokenizer: Any
+    length: DraftLength | None
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{name} = {value!r}" for name, value in self.settings.items())
+        draft = [f"draft={self.draft!r}"] if "prompt_lookup_num_tokens" in self.settings else []
+        taken = " and ".join([*draft, f"draft_length={self.length!r}"])
+        return f"{given}: this call drafts with {taken}, the nearest that this package has"
+
+
+def asked_for(config: GenerationConfig | None, own: GenerationConfig | None, kwargs: dict[str, Any]) -> Asked | None:
+    """What the arguments of a call ask for in transformers' words: an assistant, how long to draft, prompt lookup; None if they
+    do not. config, own, kwargs: as for `require_own_drafting`.
+
+    Raises ValueError for values that are not possible, and for two that exclude each other.
+    """
+    given = {**_set_by(config, own), **{name: kwargs[name] for name in _ASKED if name in kwargs}}
+    settings = {name: given[name] for name in _ASKED if given.get(name) is not None}
+    assistant, lookup = kwargs.get("assistant_model"), settings.get("prompt_lookup_num_tokens")
+    if assistant is None and (not settings or settings.keys() == {"max_matching_ngram_size"}):
+        return None
+    for name, value in settings.items():
+        kinds, holds, words = _ASKED[name]
+        if isinstance(value, bool) or not isinstance(value, kinds) or not holds(value):
+            raise ValueError(f"{name}: {value!r} is not possible; give {words}")
+    others = settings.keys() - {"prompt_lookup_num_tokens", "max_matching_ngram_size"}
+    if lookup is not None and (assistant is not None or others):
+        other = "assistant_model" if assistant is not None else min(others)
+        raise ValueError(
+            f"prompt_lookup_num_tokens: it drafts from the text, and {other} is of a draft model; pass one of them"
+        )
+    length: DraftLength | None = None
+    if lookup is not None:
+        ngram = settings.get("max_matching_ngram_size", _USUAL_NGRAM)
+        return Asked(NGram(max_ngram=ngram, min_ngram=1), None, Fixed(lookup), settings)
+    if others:
+        tokens, threshold = (settings.get(n) for n in ("num_assistant_tokens", "assistant_confidence_threshold"))
+        if settings.get("num_assistant_tokens_schedule", "constant") != "constant":
+            length = Adaptive()
+        elif threshold:
+            length = Confidence(threshold, tokens or _USUAL_TOKENS)
+        else:
+            length = Fixed(tokens or _USUAL_TOKENS)
+    return Asked(assistant, kwargs.get("assistant_tokenizer") if assistant is not None else None, length, settings)
+
+
+def without(
+    asked: Asked, config: GenerationConfig | None, kwargs: dict[str, Any]
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """The arguments of a call without what it has asked for. The caller's config is not changed."""
+    names = {*asked.settings} | ({"assistant_model", "assistant_tokenizer"} if asked.draft is not None else set())
+    if config is not None and asked.settings:
+        config = copy.deepcopy(config)
+        for name in asked.settings:
+            setattr(config, name, None)
+    return config, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def set_in(config: GenerationConfig) -> dict[str, Any]:

@@ -29,7 +29,17 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from . import drafters, lengths, zoo
-from .admission import MIXED, OTHER_MODES, beside_text, require_own_drafting, require_tensors, warn_plain
+from .admission import (
+    MIXED,
+    OTHER_MODES,
+    Asked,
+    asked_for,
+    beside_text,
+    require_own_drafting,
+    require_tensors,
+    warn_plain,
+    without,
+)
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
@@ -63,6 +73,7 @@ from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
 
+_OTHERS = 2  # drafts of single calls that are kept
 _FEW = 4  # drafted tokens, over which the cost of a further position is averaged until it is measured
 _KINDS = 16  # kinds of calls whose measurements are kept
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -113,6 +124,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self._running: Recorder | None = None
         self._costs_keys: dict[Any, str] = {}
         self._warned: set[str] = set()  # what was warned of once
+        self._others: dict[Any, tuple[Asked, AssistedModelForCausalLM]] = {}  # with drafts of single calls, latest last
+        self._drafts_with: str | None = None  # of one of these
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
         self.exact: str | None = None
@@ -128,6 +141,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             "_costs_keys": {},
             "watch": None,
             "_running": None,
+            "_others": {},
             "sessions": None,
         }
         return self.__dict__ | fresh
@@ -183,7 +197,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub
                 arguments except `revision` and `subfolder` also apply to the draft. `gguf_file` names the target's GGUF
-                file in a folder or Hub repository; its weights are unpacked.
+                file in a folder or Hub repository; its weights are unpacked. `assistant_model` and `assistant_tokenizer` are
+                other names of `draft` and `draft_tokenizer`.
 
         `trust_remote_code=True` applies to the models that the call names: the target, a saved pair's `target/`, and the draft
         of `draft=`. It never applies to a model that only a file names: the draft of a saved pair (to trust it, name it:
@@ -193,6 +208,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         of the field; OSError if nothing is found.
         """
         _require_known(kwargs, cls.from_pretrained)
+        draft = _one_of("draft", draft, kwargs.pop("assistant_model", None))
+        draft_tokenizer = _one_of("draft_tokenizer", draft_tokenizer, kwargs.pop("assistant_tokenizer", None))
         require_mode(fast, exact)
         require_pool(sessions)
         if not isinstance(pretrained_model_name_or_path, (str, os.PathLike)) or not str(pretrained_model_name_or_path):
@@ -344,7 +361,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """The target's `generate`, in fewer forward passes.
 
         Args:
-            inputs, generation_config, **kwargs: the arguments of transformers' `generate`.
+            inputs, generation_config, **kwargs: the arguments of transformers' `generate`. `assistant_model`, a model or a
+                path, drafts in this call in place of the pair's draft, with `assistant_tokenizer` if it is not stored with it.
+                It is prepared once and kept for further calls. `prompt_lookup_num_tokens`, `num_assistant_tokens` and
+                `assistant_confidence_threshold` choose the nearest draft and draft length here, which a warning names once.
             draft_length: for this call, instead of the model's.
             assisted: False runs the target's own `generate`, without drafts; with `exact="bits"`, the same forward passes as
                 with drafts.
@@ -366,6 +386,18 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 'model.generate(**tokenizer(text, return_tensors="pt"))'
             )
         require_tensors(self.target, kwargs)
+        if assisted and (asked := asked_for(generation_config, self.generation_config, kwargs)) is not None:
+            draft_length = self._length_for(asked, draft_length)
+            generation_config, kwargs = without(asked, generation_config, kwargs)
+            if (other := self._pair_for(asked, kwargs.get("tokenizer"))) is not self:
+                further: dict[str, Any] = {
+                    "draft_length": draft_length,
+                    "lossy_typical": lossy_typical,
+                    "sessions": sessions,
+                }
+                output: Any = other.generate(inputs, generation_config, **further, **kwargs)
+                self.report, self.length = other.report, other.length
+                return output
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
@@ -376,7 +408,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             if sessions is not None:
                 raise ValueError(f"sessions: {CACHE} holds what has been read; pass one of the two")
             pool = None
-        recorder = Recorder(self.watch, started=time.perf_counter())
+        recorder = Recorder(self.watch, started=time.perf_counter(), draft=self._drafts_with)
         mode, bits = require_mode(self.fast, self.exact), self.exact is not None
         if bits and lossy_typical is not None:
             raise ValueError("lossy_typical: is not possible with exact='bits'")
@@ -530,7 +562,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     @property
     def running(self) -> Report | None:
         """Counts and times so far of the assisted `generate` that was started last and has not ended; None between calls."""
-        recorder = self._running
+        recorders = (pair._running for pair in (self, *(other for _, other in self._others.values())))
+        recorder = next((recorder for recorder in recorders if recorder is not None), None)
         return None if recorder is None else recorder.report()
 
     @property
@@ -593,6 +626,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         super()._apply(fn, recurse)
         for module in self.drafter.modules:
             module._apply(fn, recurse)
+        self._others = {}
         return self
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
@@ -601,6 +635,40 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         return_buffers: whether to count buffers, such as tables of positions.
         """
         return memory_bytes(self.target, *self.drafter.modules, buffers=return_buffers)
+
+    def _length_for(self, asked: Asked, draft_length: Any) -> Any:
+        """The draft length of a call. Warns once of settings that stand for another one. Raises ValueError for two."""
+        if asked.length is None:
+            return draft_length
+        if draft_length is not None:
+            raise ValueError(f"draft_length: {min(asked.settings)} sets it, too; pass one of the two")
+        if str(asked) not in self._warned:
+            self._warned.add(str(asked))
+            warnings.warn(str(asked), stacklevel=4)  # the caller's line
+        return asked.length
+
+    def _pair_for(self, asked: Asked, tokenizer: PreTrainedTokenizerBase | None) -> AssistedModelForCausalLM:
+        """The pair that runs a call: the target with the draft that was asked for, as this pair is set. Raises ValueError for
+        drafts that do not fit."""
+        draft, of_draft = asked.draft, asked.draft_tokenizer
+        own: Any = getattr(self.drafter, "model", None)
+        if draft is None or (draft is own and of_draft in (None, getattr(self.drafter, "tokenizer", None))):
+            return self
+        key = (draft if isinstance(draft, (str, Spec)) else id(draft), id(of_draft))
+        if key not in self._others:
+            try:
+                other = self.from_models(
+                    self.target, draft, tokenizer=self.tokenizer or tokenizer, draft_tokenizer=of_draft
+                )
+            except (ValueError, OSError) as error:
+                raise (OSError if isinstance(error, OSError) else ValueError)(f"assistant_model: {error}") from error
+            named = draft if isinstance(draft, str) else getattr(draft, "name_or_path", "") or type(draft).__name__
+            other._drafts_with = repr(draft) if isinstance(draft, Spec) else named
+            self._others = dict([*self._others.items(), (key, (asked, other))][-_OTHERS:])
+        other = self._others[key][1]
+        for name in ("fast", "exact", "sessions", "draft_length", "watch", "_warned", "_recorded"):
+            setattr(other, name, getattr(self, name))
+        return other
 
     def _must_be_plain(self, settings: CallSettings, kwargs: dict[str, Any]) -> str | None:
         """Why the target's own `generate` must run a call; None if drafts may be verified. kwargs: of the call."""
@@ -695,6 +763,14 @@ def _require_known(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
             )
         if (meant := closest(name, own, _ALIKE)) is not None:
             raise ValueError(f"{name}: there is no such argument; did you mean {meant}?")
+
+
+def _one_of(name: str, value: Any, other: Any) -> Any:
+    """An argument that transformers has another name for. Raises ValueError if both are given."""
+    if value is not None and other is not None:
+        theirs = name.replace("draft", "assistant") if "_" in name else "assistant_model"
+        raise ValueError(f"{theirs}: this is another name of {name}, which is given, too; pass one of the two")
+    return other if value is None else value
 
 
 def _with_tokenizer(spec: Spec, tokenizer: Any, draft_tokenizer: Any) -> Spec:

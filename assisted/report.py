@@ -54,6 +54,8 @@ class Report:
         passes: what the target's forward passes after the last call's prompt ran as, where they could: "eager", "packed
             products", "fused layers", "layers in C", "compiled passes" or "CUDA graphs". None for plain
             calls and `generate_many`.
+        draft: what drafted in the last call, if the call named it (`assistant_model`, `prompt_lookup_num_tokens`); None for the
+            pair's own draft.
         warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed. Those
             that cost the drafts were also given as Python warnings.
     """
@@ -76,6 +78,7 @@ class Report:
     way: str = "shortcuts"
     because: str | None = None
     passes: str | None = None
+    draft: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
@@ -111,6 +114,8 @@ class Report:
             lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
             lines.append(f"{self.assisted_share:.0%} of the tokens were generated with drafting enabled")
+        if self.draft is not None:
+            lines.append(f"drafted by: {self.draft}")
         if self.because is not None:
             lines.append(f"{_WAYS[self.way]}: {self.because}")
         lines += [f"warning: {reason}" for reason in self.warnings]
@@ -158,6 +163,7 @@ class Recorder:
     way: str = "shortcuts"
     because: str | None = None
     passes: str | None = None
+    draft: str | None = None
     warnings: list[str] = field(default_factory=list)
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
@@ -218,7 +224,7 @@ class Recorder:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.ended_rows + other.row_tokens
         self.state_bytes = max(self.state_bytes, other.state_bytes)
-        self.way, self.because, self.passes = other.way, other.because, other.passes
+        self.way, self.because, self.passes, self.draft = other.way, other.because, other.passes, other.draft
         self.warnings += [reason for reason in other.warnings if reason not in self.warnings]
         for mine, theirs in ((self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)):
             mine += [0] * (len(theirs) - len(mine))
@@ -247,6 +253,7 @@ class Recorder:
             way=self.way,
             because=self.because,
             passes=self.passes,
+            draft=self.draft,
             warnings=tuple(self.warnings),
         )
 

@@ -293,10 +293,25 @@ def test_two_ways_at_once(target: Any, draft: Any, pair: Any, inputs: dict[str, 
     with counted(draft) as passes:
         target.generate(**inputs, **CALL, assistant_model=draft, prompt_lookup_num_tokens=5)
     assert not passes, changed("with prompt_lookup_num_tokens the draft model is never run")
-    for mode in MODES:
-        argument = theirs(mode, draft)
-        with pytest.raises(ValueError, match=next(iter(argument))):
+    both = {"assistant_model": draft, "prompt_lookup_num_tokens": 5}
+    for argument, name in (
+        (both, "prompt_lookup_num_tokens: .*assistant_model"),
+        (theirs("early exit", draft), "assistant"),
+    ):
+        with pytest.raises(ValueError, match=name):
             pair.generate(**inputs, **CALL, **argument)
+
+
+@pytest.mark.parametrize("folder", ["draft", "draft-other-tokenizer"])
+def test_the_pipelines_own_assistant(target: Any, tokenizer: Any, folder: str) -> None:
+    model = AssistedModelForCausalLM.from_models(target, tokenizer=tokenizer)
+    text, path = "def mean(values):\n", zoo.folder(folder)
+    ours, plain = (
+        transformers.pipeline("text-generation", model=one, tokenizer=tokenizer, **more)(text, **CALL)
+        for one, more in ((model, {"assistant_model": path}), (target, {}))
+    )
+    assert ours == plain
+    assert model.report.draft == path and model.report.drafted > 0
 
 
 def test_lengths_given_to_generate(target: Any, draft: Any, pair: Any, inputs: dict[str, torch.Tensor]) -> None:
@@ -326,5 +341,7 @@ def test_a_way_to_draft_in_the_models_config(
         assert pair.generate(**inputs, **CALL).tolist() == plain
     assert passes
     for given in ({"prompt_lookup_num_tokens": 4}, {"generation_config": GenerationConfig(num_assistant_tokens=3)}):
-        with pytest.raises(ValueError, match=r"prompt_lookup_num_tokens|num_assistant_tokens"):
-            pair.generate(**inputs, **given)
+        with pytest.warns(
+            UserWarning, match=r"(prompt_lookup_num_tokens|num_assistant_tokens) = \d: this call drafts with"
+        ):
+            assert pair.generate(**inputs, **{**CALL, **given}).tolist() == plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import warnings
@@ -22,9 +23,10 @@ from transformers import (
     TextStreamer,
 )
 
-from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, text
+from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram, text
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.engine import cache as slots
+from assisted.lengths import Adaptive, Confidence, Fixed
 
 ROWS = [1, 4]
 CONTEXT = 32
@@ -74,11 +76,13 @@ def failing(model: PreTrainedModel, how: Callable[[Any], None], first: int, time
 
 
 @contextmanager
-def one_warning(match: str) -> Iterator[None]:
+def one_warning(match: str) -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield
-    assert [match in str(warning.message) for warning in caught] == [True]
+        said: list[str] = []
+        yield said
+    said += [str(warning.message) for warning in caught]
+    assert [match in line for line in said] == [True]
 
 
 def state(model: PreTrainedModel) -> dict[str, Any]:
@@ -442,13 +446,18 @@ def test_impossible_draft_lengths_are_refused(length: Any) -> None:
 @pytest.mark.parametrize(
     "mode",
     [
-        {"assistant_model": "the draft"},
         {"assistant_tokenizer": "a tokenizer"},
+        {"assistant_model": "no/such-model"},
         {"assistant_early_exit": 1},
-        {"prompt_lookup_num_tokens": 3},
-        {"num_assistant_tokens": 5},
-        {"num_assistant_tokens_schedule": "constant"},
-        {"assistant_confidence_threshold": 0.4},
+        {"num_assistant_tokens": 0},
+        {"num_assistant_tokens": True},
+        {"num_assistant_tokens_schedule": "sometimes"},
+        {"assistant_confidence_threshold": 1.4},
+        {"prompt_lookup_num_tokens": 2.5},
+        {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 3},
+        {"prompt_lookup_num_tokens": 3, "assistant_model": "the draft"},
+        {"draft_length": 3, "num_assistant_tokens": 3},
+        {"assistant_ensemble_weight": 0.5},
         {"max_matching_ngram_size": 2},
         {"use_mtp": True},
         {"custom_generate": lambda *args, **kwargs: None},
@@ -461,9 +470,7 @@ def test_impossible_draft_lengths_are_refused(length: Any) -> None:
 def test_what_cannot_be_honoured_is_refused_by_name(mode: dict[str, Any]) -> None:
     _, model = pair()
     name = next(iter(mode))
-    if name == "assistant_model":
-        mode = {name: model.drafter.model}
-    with no_fallback(), pytest.raises(ValueError, match=name):
+    with no_fallback(), pytest.raises(OSError if "no/such-model" in mode.values() else ValueError, match=name):
         model.generate(prompt()["ids"], **CALL, **mode)
     assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
 
@@ -478,11 +485,11 @@ OTHER_WAYS = [
 @pytest.mark.parametrize(
     "mode",
     [
-        *OTHER_WAYS,
+        *OTHER_WAYS[1:],
         {"prompt_lookup_num_tokens": 0},
-        {"num_assistant_tokens": 5},
-        {"num_assistant_tokens_schedule": "constant"},
-        {"assistant_confidence_threshold": 0.4},
+        {"num_assistant_tokens": -1},
+        {"assistant_lookbehind": 5},
+        {"assistant_ensemble_weight": 0.5},
         {"max_matching_ngram_size": 2},
     ],
     ids=str,
@@ -493,8 +500,105 @@ def test_a_config_that_sets_drafting_of_transformers_is_refused_by_name(mode: di
     for given in (mode, {"generation_config": GenerationConfig(**mode)}):
         with no_fallback(), pytest.raises(ValueError, match=rf"^{name}: "):
             model.generate(prompt()["ids"], **given)
-    with pytest.raises(ValueError, match='draft="ngram"'):
-        model.generate(prompt()["ids"], generation_config=GenerationConfig(prompt_lookup_num_tokens=3))
+
+
+IN_OUR_WORDS: list[tuple[dict[str, Any], Any, Any]] = [
+    ({"num_assistant_tokens": 3}, Fixed(3), None),
+    ({"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant"}, Fixed(3), None),
+    ({"num_assistant_tokens_schedule": "constant"}, Fixed(20), None),
+    ({"num_assistant_tokens": 5, "num_assistant_tokens_schedule": "heuristic"}, Adaptive(), None),
+    ({"num_assistant_tokens_schedule": "heuristic_transient"}, Adaptive(), None),
+    ({"assistant_confidence_threshold": 0.3}, Confidence(0.3, 20), None),
+    ({"assistant_confidence_threshold": 0.3, "num_assistant_tokens": 3}, Confidence(0.3, 3), None),
+    ({"assistant_confidence_threshold": 0, "num_assistant_tokens": 3}, Fixed(3), None),
+    ({"prompt_lookup_num_tokens": 3}, Fixed(3), NGram(2, 1)),
+    ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 4}, Fixed(3), NGram(4, 1)),
+]
+
+
+@pytest.mark.parametrize(("settings", "length", "drafted_by"), IN_OUR_WORDS, ids=str)
+def test_settings_of_transformers_choose_the_nearest_of_ours(settings: Any, length: Any, drafted_by: Any) -> None:
+    _, model = pair()
+    config = GenerationConfig(**CALL, **settings)
+    before = config.to_dict()
+    with one_warning("the nearest that this package has") as said:
+        for given in ({**CALL, **settings}, {"generation_config": config}):
+            assert model.generate(prompt()["ids"], **given).tolist() == plainly(**prompt()).tolist()
+            assert model.report.draft == (drafted_by and repr(drafted_by))
+    assert all(f"{name} = {value!r}" in said[0] for name, value in settings.items())
+    assert f"draft_length={length!r}" in said[0] and (drafted_by is None or f"draft={drafted_by!r}" in said[0])
+    assert config.to_dict() == before
+    model.generate(prompt()["ids"], **CALL)
+    assert model.report.draft is None
+    if type(length) is Fixed and length.tokens == 3 and drafted_by is None:
+        model.generate(prompt()["ids"], **CALL, **settings)
+        assert len(model.report.acceptance_by_position) == 3
+
+
+def test_an_assistant_of_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Drafts in place of the pair's draft, is prepared once, and counts in the totals; the pair's own one is recognized."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=pair()[1].drafter.model, draft_length=4)
+    assistant = half_right(target)
+    made = []
+    monkeypatch.setattr(
+        DraftModel, "load", lambda *args, load=DraftModel.load, **kw: (made.append(1), load(*args, **kw))[1]
+    )
+    assistant.save_pretrained(tmp_path / "assistant")
+    rounds: list[Any] = []
+    for given, times in ((assistant, 1), (str(tmp_path / "assistant"), 2), (model.drafter.model, 2)):
+        model.reset_totals()
+        model.watch = lambda round: rounds.append(round) if model.running.drafted else None
+        for _ in range(2):
+            rounds.clear()
+            with no_fallback():
+                ours = model.generate(prompt()["ids"], **CALL, assistant_model=given)
+            assert ours.tolist() == plainly(**prompt()).tolist()
+            assert len(made) == times
+            assert (
+                model.report.drafted > 0 and sum(map(sum, (round.drafted for round in rounds))) == model.report.drafted
+            )
+        assert model.totals.drafted == 2 * model.report.drafted
+        name = {1: "LlamaForCausalLM", 2: str(tmp_path / "assistant")}[times]
+        assert model.report.draft == (None if given is model.drafter.model else name)
+        assert ("drafted by" in str(model.report)) == (model.report.draft is not None)
+    assert len(model._others) == 2
+    model.generate(prompt()["ids"], **CALL, prompt_lookup_num_tokens=3)
+    assert len(model._others) == 2  # the oldest was given up
+    assert copy.deepcopy(model)._others == {}
+    with pytest.raises(ValueError, match=r"^assistant_model: draft"):
+        model.generate(prompt()["ids"], **CALL, assistant_model=build(REFUSED[0]))
+    sampled = model.generate(
+        prompt()["ids"], assistant_model=assistant, do_sample=True, max_new_tokens=5, num_assistant_tokens=2
+    )
+    assert sampled.shape[1] == prompt()["ids"].shape[1] + 5
+
+
+def test_an_assistant_in_a_session_and_with_bits() -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=pair()[1].drafter.model, draft_length=4)
+    assistant, ids = half_right(target), prompt()["ids"]
+    session = model.session()
+    first = model.generate(ids, **CALL, past_key_values=session)
+    for given in ({"assistant_model": assistant}, {}):
+        again = model.generate(first, **CALL, past_key_values=session, **given)
+        assert again.tolist() == target.generate(first, **CALL).tolist()
+    model.exact = "bits"
+    assert model.generate(ids, **CALL, assistant_model=assistant).tolist() == model.generate(ids, **CALL).tolist()
+
+
+def test_an_assistant_when_loading() -> None:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", assistant_model="zoo:draft")
+    assert isinstance(pair.spec, DraftModel) and pair.spec.model == "zoo:draft"
+    draft, tokenizer = pair.drafter.model, pair.tokenizer
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", assistant_model=draft, assistant_tokenizer=tokenizer)
+    assert pair.drafter.model is draft and pair.spec.tokenizer is tokenizer
+    for both in (
+        {"draft": "suffix", "assistant_model": draft},
+        {"draft_tokenizer": tokenizer, "assistant_tokenizer": tokenizer},
+    ):
+        with pytest.raises(ValueError, match=r"^assistant_(model|tokenizer): .*another name of draft"):
+            AssistedModelForCausalLM.from_pretrained("zoo:target", **both)
 
 
 @pytest.mark.parametrize("mode", OTHER_WAYS, ids=str)

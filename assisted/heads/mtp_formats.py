@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class _Found:
     layout: Layout
     number: int
     shapes: Shapes
-    method: Mapping[str, Any]  # the quantization_config
-    read: Callable[[str], Tensor]
+    method: Mapping[str, Any] = field(default_factory=dict)  # the quantization_config
+    read: Any = None  # gives a tensor by its name; None where only headers are read
 
 
 def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dict[str, Tensor]]:
@@ -114,8 +114,7 @@ def stored_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> tuple[
         tensors = headers(given, str(path), "draft", hub)
         with loading("draft", given):
             layout, number, names = _require_mtp(folder, _fields(folder), tensors, config)
-        shapes = {name: tuple(tensors[name].shape) for name in names}
-        found = _Found(given, layout, number, shapes, {}, lambda name: torch.empty(0))
+        found = _Found(given, layout, number, {name: tuple(tensors[name].shape) for name in names})
     with loading("draft", found.where):
         wanted, _ = _checked(found, config)
     parts = {name: prod(shape) for ours in wanted for _, parts in ours.values() for name, shape in parts.items()}
@@ -138,7 +137,7 @@ def why_no_mtp(path: str | Path, config: PreTrainedConfig) -> str | None:
         if missing := sorted(place.name for place in wanted if not place.is_file()):
             return None if folder.parent.name == "snapshots" else f"{missing[0]} is missing in {folder}"
         stored = {name: tuple(t.shape) for place in wanted for name, t in stored_in(place).items() if name in names}
-        _checked(_Found(folder, layout, number, stored, {}, lambda name: torch.empty(0)), config)
+        _checked(_Found(folder, layout, number, stored), config)
     except _NothingThere:
         return ""
     except ValueError as error:

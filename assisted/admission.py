@@ -199,6 +199,26 @@ def without(
     return config, {name: value for name, value in kwargs.items() if name not in names}
 
 
+def setting_of(kwargs: dict[str, Any], config: GenerationConfig | None, own: GenerationConfig, name: str) -> Any:
+    """A setting of a call of `generate`: its argument, or that of its config, or the model's own."""
+    places = (kwargs.get(name), getattr(config, name, None), getattr(own, name, None))
+    return next((value for value in places if value is not None), None)
+
+
+def mask_of(ids: Any, kwargs: dict[str, Any], config: GenerationConfig | None, own: GenerationConfig) -> Any:
+    """The attention mask of a prompt. Where none is given, `generate` hides pad tokens, unless they are end tokens as well."""
+    mask = kwargs.get("attention_mask")
+    pad, ends = (setting_of(kwargs, config, own, name) for name in ("pad_token_id", "eos_token_id"))
+    if (
+        mask is not None
+        or pad is None
+        or not isinstance(ids, torch.Tensor)
+        or pad in (ends if isinstance(ends, list) else [ends])
+    ):
+        return mask
+    return ids.ne(pad).long()
+
+
 def set_in(config: GenerationConfig) -> dict[str, Any]:
     """transformers' own drafting methods that a config chooses, with their values."""
     values = {name: getattr(config, name, None) for name in SET_MODES}

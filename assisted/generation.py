@@ -7,6 +7,7 @@ that cannot be assisted is made again without the loop: then it is the target's 
 from __future__ import annotations
 
 import copy
+import functools
 import time
 import warnings
 import weakref
@@ -34,6 +35,7 @@ from .admission import (
     require_prompt,
     require_rows,
     set_in,
+    setting_of,
     warn_plain,
 )
 from .decoding import decode
@@ -178,7 +180,7 @@ class Generation:
         if self._streamer is not None:
             kwargs = {**kwargs, "streamer": _AfterThePrompt(self._streamer)}
         forget_prepared(model)
-        return model.generate(*first, generation_config=generation_config, **kwargs)
+        return read_plainly(model, first, generation_config, kwargs)
 
     def _as_the_pair(
         self, model: Any, config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -203,10 +205,7 @@ class Generation:
         if tokenizer is None:
             return config, kwargs
 
-        def setting(name: str) -> Any:
-            places = (kwargs.get(name), getattr(config, name, None), getattr(self.pair.generation_config, name, None))
-            return next((value for value in places if value is not None), None)
-
+        setting = functools.partial(setting_of, kwargs, config, self.pair.generation_config)
         changed: dict[str, Any] = {}
         if setting("token_healing"):
             self._tokenizer, changed["token_healing"] = tokenizer, False
@@ -245,10 +244,13 @@ class Generation:
             if wanted:
                 beside = "inputs_embeds" in call.kwargs or beside_text(call.kwargs)
                 ids = None if beside else text.output()
-                if isinstance(given, Session) and can_go_on(target.cache) and ids is not None and _holds(target, ids):
+                whole = isinstance(given, Session) and given.is_read_whole
+                if not isinstance(given, Session) or not whole or ids is None or not _holds(target, ids):
+                    _hand_back(target, given, model.config.get_text_config(decoder=True))
+                elif can_go_on(target.cache):
                     given.keep(target.cache, ids, (drafter, drafting))
                 else:
-                    _hand_back(target, given, model.config.get_text_config(decoder=True))
+                    given.keep_copy(target.cache, ids, None, call.kwargs.get("attention_mask"))
                 if call.encoded is not None:
                     call.encoded.hand_back()
             if lent is not None and _holds(target, read := text.output()):
@@ -372,6 +374,16 @@ class Generation:
             torch.set_rng_state(state)
         self.recorder.predicted_speedup, self.recorder.state_bytes = length.predicted_speedup, cache.state_bytes
         return text, target, None if drafting.drafting is None else own
+
+
+def read_plainly(model: Any, inputs: tuple[Any, ...], config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+    """The output of the target's own `generate`, whose arguments these are. A session among them knows what it has read."""
+
+    def run() -> Any:
+        return model.generate(*inputs, generation_config=config, **kwargs)
+
+    session = kwargs.get(CACHE)
+    return session.read_by(run) if isinstance(session, Session) else run()
 
 
 class _AfterThePrompt(BaseStreamer):

@@ -35,6 +35,7 @@ from .admission import (
     Asked,
     asked_for,
     beside_text,
+    mask_of,
     require_own_drafting,
     require_tensors,
     warn_plain,
@@ -54,10 +55,10 @@ from .engine.ranks import Ranks, ranks_of
 from .engine.session import Session, using
 from .engine.traits import Traits
 from .engine.trust import blamed
-from .engine.verifiable import require_verifiable
+from .engine.verifiable import obstacle_to_reading_on, require_verifiable
 from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
-from .generation import Generation
+from .generation import Generation, read_plainly
 from .lengths import remembered
 from .loading.adapters import base_path, has_adapter, outside_layers, require_in_layers, save_adapter, trusting
 from .loading.backends.quanto import copy_shells
@@ -421,13 +422,21 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             recorder.ran("plain", reason)
             warn_plain(reason)
             assisted = False
+        if isinstance(kwargs.get(CACHE), Session) and Traits.of(self.target).cache_argument != CACHE:
+            settings.note(
+                "past_key_values: a session's text is read whole: states do not show how many tokens they have read"
+            )
+            del kwargs[CACHE]
         started: list[tuple[Any, lengths.Length]] = []  # by the kind of call, if it was assisted
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         others = Traits.of(self.target).reads and any(
             isinstance(value, torch.Tensor) for value in beside_text(kwargs).values()
         )
-        of_tokens = None if others or kwargs.get("inputs_embeds") is not None else prompt
-        with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, kwargs.get("attention_mask")):
+        others = others or any(kwargs.get(name) is not None for name in ("inputs_embeds", "position_ids"))
+        of_tokens = None if others else prompt
+        resumes = not isinstance(kwargs.get(CACHE), Session) or self._resumes(settings)
+        mask = mask_of(of_tokens, kwargs, generation_config, self.generation_config)
+        with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, mask, resumes):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
                 call = Generation(
@@ -443,7 +452,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                         length.end()
             else:
                 first = () if inputs is None else (inputs,)  # its name differs between models
-                output = self.target.generate(*first, generation_config=generation_config, **kwargs)
+                output = read_plainly(self.target, first, generation_config, kwargs)
         if not recorder.row_tokens:
             if Traits.of(self.target).crosses:  # what went into the encoder is not in the text
                 prompt = kwargs.get("decoder_input_ids")
@@ -676,6 +685,14 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             return MIXED
         given = {type(value) for value in kwargs.values() if isinstance(value, torch.Tensor)}
         return outside_layers(self.target) or settings.trust_in(self.target).between or blamed(given)
+
+    def _resumes(self, settings: CallSettings) -> bool:
+        """Whether the target can read on after what a session holds; if not, the settings note it."""
+        target: Any = unwrapped(self.target)
+        reason = obstacle_to_reading_on(target, settings.trust_in(target))
+        if reason is not None:
+            settings.note(f"past_key_values: a session's text is read whole in every call: {reason}")
+        return reason is None
 
     def _start_length(
         self,

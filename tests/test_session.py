@@ -117,12 +117,10 @@ def test_all_architectures(architecture: Any) -> None:
         model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
     except ValueError:
         pytest.skip("refused as a target")
+    if architecture.name == "mpt":
+        pytest.skip("its config has use_cache=False, and transformers itself does not continue from a past")
     added = turns(3)
-    try:
-        expected = talked(target, DynamicCache(config=target.config), added)
-    except (RuntimeError, ValueError):
-        pytest.skip("transformers itself does not continue from a past")
-    assert talked(model, model.session(), added) == expected
+    assert talked(model, model.session(), added) == plain_talk(target, added)
 
 
 def test_only_new_tokens_are_read(written: collections.Counter[int]) -> None:
@@ -359,3 +357,152 @@ def test_sampled_turns() -> None:
     target, model = pair()
     added, sampled = turns(3), {"do_sample": True, "top_k": 1}
     assert talked(model, model.session(), added, **sampled) == plain_talk(target, added)
+
+
+# --- edits of a text, after calls of every kind, where the session is in slots or in transformers' layers
+
+
+def changed(ids: torch.Tensor, at: int) -> torch.Tensor:
+    ids = ids.clone()
+    ids[:, at] = (ids[:, at] + 5) % 90 + 3
+    return ids
+
+
+EDITS: dict[str, Any] = {  # of the last prompt and the text after it
+    "appended": lambda prompt, text: torch.cat([text, prompt[:, :4]], 1),
+    "shorter": lambda prompt, text: text[:, :-6],
+    "shorter than the prompt": lambda prompt, text: prompt[:, :5],
+    "one token": lambda prompt, text: text[:, 4:5],
+    "the same prompt": lambda prompt, text: prompt,
+    "the same text": lambda prompt, text: text,
+    "in the middle": lambda prompt, text: torch.cat([changed(text, 6), prompt[:, :4]], 1),
+    "the first token": lambda prompt, text: torch.cat([changed(text, 0), prompt[:, :4]], 1),
+    "the last token that was read": lambda prompt, text: changed(text, text.shape[1] - 2),
+    "the last token": lambda prompt, text: changed(text, text.shape[1] - 1),
+    "the last token of the prompt": lambda prompt, text: changed(prompt, prompt.shape[1] - 1),
+    "another answer": lambda prompt, text: torch.cat([prompt, prompt[:, :3]], 1),
+    "another text": lambda prompt, text: (prompt.flip(1) + 11) % 90 + 3,
+}
+
+
+def first_call(model: Any, session: Any, prompt: torch.Tensor, **more: Any) -> torch.Tensor:
+    return model.generate(prompt, past_key_values=session, **CALL | more)
+
+
+def ended(model: Any, session: Any, prompt: torch.Tensor) -> torch.Tensor:
+    free = model.target.generate(prompt, **CALL)
+    return first_call(model, session, prompt, eos_token_id=int(free[0, prompt.shape[1] + 5]))
+
+
+def raised(model: Any, session: Any, prompt: torch.Tensor, **more: Any) -> torch.Tensor:
+    text = first_call(model, session, prompt)
+    longer = torch.cat([text, prompt[:, :3]], 1)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > longer.shape[1] + 4:
+            raise RuntimeError("no more")
+        return scores
+
+    with pytest.raises(RuntimeError, match="no more"):
+        first_call(model, session, longer, logits_processor=[fails], **more)
+    return text
+
+
+def plain_between(model: Any, session: Any, prompt: torch.Tensor) -> torch.Tensor:
+    text = first_call(model, session, prompt)
+    return first_call(model, session, torch.cat([text, prompt[:, :3]], 1), assisted=False)
+
+
+def padded(model: Any, session: Any, prompt: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(prompt)
+    mask[0, :3] = 0
+    return first_call(model, session, prompt, attention_mask=mask)
+
+
+def by_another_pair(model: Any, session: Any, prompt: torch.Tensor) -> torch.Tensor:
+    return first_call(AssistedModelForCausalLM.from_models(model.target, "ngram"), session, prompt)
+
+
+BEFORE: dict[str, Any] = {
+    "a call": first_call,
+    "a plain call": functools.partial(first_call, assisted=False),
+    "an end token": ended,
+    "a call that raised": raised,
+    "a plain call that raised": functools.partial(raised, assisted=False),
+    "plain calls between": plain_between,
+    "padding": padded,
+    "another pair": by_another_pair,
+}
+EDITED = ["qwen3_next", "llama", "jamba", "lfm2", "gemma3", "zamba2"]
+ANY = {one.name: one for one in [*ARCHITECTURES, *RECURRENT]}
+
+
+def held_by(layer: Any) -> list[torch.Tensor]:
+    states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+    parts = (*states, getattr(layer, "keys", None), getattr(layer, "values", None))
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+@pytest.mark.parametrize("before,name", in_turns(list(BEFORE), EDITED))
+def test_an_edited_text_is_that_of_plain_generate(before: str, name: str) -> None:
+    """Every edit in turn; then the text goes on. Keys, values and states are those of plain `generate`, too."""
+    target = build(ANY[name])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    prompt = random_ids(target, 2 if before in ("padding", "an end token") else 1, 12, 3)
+    for what, edit in EDITS.items():
+        session = model.session()
+        new = edit(prompt, BEFORE[before](model, session, prompt))
+        plain = target.generate(new, return_dict_in_generate=True, **CALL)
+        found = model.generate(new, past_key_values=session, **CALL)
+        assert found.tolist() == plain.sequences.tolist(), what
+        if plain.get("past_key_values") is not None:
+            for layer, expected in zip(copy.deepcopy(session).layers, plain.past_key_values.layers, strict=True):
+                for mine, theirs in zip(held_by(layer), held_by(expected), strict=True):
+                    assert torch.allclose(mine, theirs, atol=1e-3 * max(1.0, theirs.abs().max().item())), what
+        longer = torch.cat([found, prompt[:, :5]], 1)
+        expected = target.generate(longer, **CALL)
+        assert model.generate(longer, past_key_values=session, **CALL).tolist() == expected.tolist(), what
+
+
+def test_what_is_read_again_of_an_edited_text() -> None:
+    """Keys and values go back to the change; recurrent states can't. Some layers can't read on from a state at all."""
+    reused: dict[str, list[int]] = {}
+    for name in ("llama", "qwen3_5", "jamba"):
+        target = build(ANY[name])
+        model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+        prompt, call = random_ids(target, 1, 12, 3), {"pad_token_id": None}
+        for edit in ("appended", "in the middle", "another answer"):
+            session = model.session()
+            text = first_call(model, session, prompt, assisted=False, **call)
+            first_call(model, session, EDITS[edit](prompt, text), **call)
+            reused.setdefault(name, []).append(model.report.cached_tokens)
+    assert reused == {"llama": [31, 6, 12], "qwen3_5": [31, 0, 0], "jamba": [0, 0, 0]}
+    assert "read whole in every call" in model.report.warnings[0]
+
+
+def test_pad_tokens_in_a_text_without_a_mask() -> None:
+    """`generate` hides them in a prompt, though they were read as ordinary tokens when they were generated."""
+    target, model = pair()
+    session, prompt = model.session(), random_ids(target, 1, 12, 3)
+    text = first_call(model, session, prompt, pad_token_id=None)
+    longer = torch.cat([text, prompt[:, :4]], 1)
+    call = CALL | {"pad_token_id": int(text[0, 16])}
+    assert model.generate(longer, past_key_values=session, **call).tolist() == target.generate(longer, **call).tolist()
+
+
+def test_a_copy_of_a_session_knows_its_text() -> None:
+    target, model = pair()
+    session, prompt = model.session(), random_ids(target, 1, 12, 3)
+    new = EDITS["in the middle"](prompt, first_call(model, session, prompt))
+    for other in (copy.deepcopy(session), pickle.loads(pickle.dumps(session))):
+        assert first_call(model, other, new).tolist() == target.generate(new, **CALL).tolist()
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_a_session_of_states_alone(name: str) -> None:
+    """It does not know how many tokens they have read, so the text is read whole, and the report says so."""
+    target = build(ANY[name])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    added = turns(3)
+    assert talked(model, model.session(), added) == plain_talk(target, added)
+    assert "is read whole" in model.report.warnings[0]

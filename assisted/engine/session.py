@@ -9,27 +9,30 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
 from .runner import CachedModel
+from .states import held
 
 
 class Session(DynamicCache):
     """Keys and values that stay where they are between calls of one pair: `generate(..., past_key_values=session)`.
 
     Pass the whole text so far as the prompt. What the session has read of it is not read again, by the target or by the
-    drafter; where the text was changed, it is read again from there on. Other code can use a session as a DynamicCache: the
-    first such use copies the keys and values out of the slots.
+    drafter; where the text or its padding was changed, it is read again from there on. Recurrent states and sliding windows
+    can't go back to an earlier token, so then the whole text is read again. Other code can use a session as a DynamicCache:
+    the first such use copies the keys and values out of the slots.
 
-    A session is no more than a DynamicCache after padded prompts, embeddings and pictures, and for targets with recurrent
-    layers or 2-D masks.
+    A session is no more than a DynamicCache after embeddings and pictures, after calls with the new tokens alone, and after
+    other code has read on with it: changes of the text before are not noticed.
 
     Args:
         config: the target's.
@@ -38,17 +41,22 @@ class Session(DynamicCache):
     Attributes:
         lock: held by the call that uses it.
         ids: the text that was read, [B, L] int64, and its last token; None if that is not known.
+        mask: the attention mask of its beginning, [B, any], in which later tokens are not hidden; None if none are.
         kept: the drafter and its state after the last call; None if there is none.
         shared: tokens of the text that the prompt of the present call begins with.
         forks: the present call copies what it goes on from.
     """
 
     ids: torch.Tensor | None
+    mask: torch.Tensor | None
     kept: Any
     shared: int
     forks: bool
     _slots: SlotCache | None
     _length: int  # columns, which all rows have
+    _given: tuple[int, torch.Tensor | None] | None = (
+        None  # rows and mask of the present prompt, if it is the whole text
+    )
 
     def __init__(self, config: Any, model: Any = None):
         self._config = config
@@ -61,8 +69,10 @@ class Session(DynamicCache):
     def layers(self) -> list[Any]:  # type: ignore[override]
         """transformers' layers. Asking for them moves the keys and values out of the slots."""
         if self._slots is not None:
-            self._layers = self._dynamic_layers()
+            self._layers, ids = self._dynamic_layers(), self.ids
+            ids = None if ids is None else ids[:, : self._length + 1]  # a call that failed may have left less
             self._drop()
+            self.ids = ids
         return self._layers
 
     @layers.setter
@@ -96,17 +106,52 @@ class Session(DynamicCache):
                 "past_key_values: this session holds keys and values of another model; make one with this model's session()"
             )
 
-    def match(self, ids: Any, attention_mask: Any) -> None:
-        """Keep only what a prompt begins with. ids, attention_mask: [B, P] or None."""
-        if self._slots is None or self.ids is None:
+    def match(self, ids: Any, attention_mask: Any, resumes: bool = True) -> None:
+        """Keep only what a prompt begins with.
+
+        ids, attention_mask: [B, P] or None. resumes: whether the target can read on after what it has read; if not, nothing
+        is kept.
+        """
+        whole = is_whole(ids, attention_mask)
+        self._given = (len(ids), attention_mask) if whole else None
+        if not whole:
+            self.layers = self.layers
             return
-        if not is_plain(ids, attention_mask, self._slots.rows):
-            self._layers = self._dynamic_layers()
-            self._drop()
+        if self.ids is None or len(ids) != len(self.ids):
             return
+        width, shared = ids.shape[1], self._shared(ids, attention_mask)
+        if self._slots is not None and (attention_mask is None or bool(attention_mask.all())):
+            self.begin(shared, width)
+            return
+        read, known, kept = held(self), self.ids.shape[1] - 1, min(shared, width - 1)
+        if resumes and shared >= known and read < width:
+            self.shared = shared
+        elif kept and all(type(layer) is DynamicLayer and layer.is_initialized for layer in self.layers):
+            for layer in self.layers:
+                layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
+            self.ids, self.kept = ids[:, : kept + 1], None
+        else:
+            self.forget()
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether the present prompt is the whole text, and consists of tokens alone."""
+        return self._given is not None
+
+    def forget(self) -> None:
+        """Hold nothing, as at the beginning."""
+        self.layers = DynamicCache(config=self._config).layers
+
+    def _shared(self, ids: torch.Tensor, attention_mask: torch.Tensor | None) -> int:
+        """How many columns a prompt, [B, P], has in common with the text at its beginning."""
+        assert self.ids is not None
         most = min(self.ids.shape[1], ids.shape[1])
-        differ = (self.ids[:, :most].to(ids.device) != ids[:, :most]).any(0).int()
-        self.begin(int(differ.argmax()) if bool(differ.any()) else most, ids.shape[1])
+        differ = self.ids[:, :most].to(ids.device) != ids[:, :most]
+        if attention_mask is not None or self.mask is not None:
+            masks = (mask_over(mask, most, ids) for mask in (attention_mask, self.mask))
+            differ |= next(masks) != next(masks)
+        columns = differ.any(0).int()
+        return int(columns.argmax()) if bool(columns.any()) else most
 
     def begin(self, shared: int, width: int) -> None:
         """Prepare a call whose prompt of `width` tokens begins with `shared` tokens of the text."""
@@ -134,10 +179,27 @@ class Session(DynamicCache):
         self._slots = slots
         self._note(ids, kept)
 
-    def keep_copy(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
-        """The same in transformers' layers, for states that can't go back to an earlier token."""
+    def keep_copy(self, slots: SlotCache, ids: torch.Tensor, kept: Any, mask: torch.Tensor | None = None) -> None:
+        """The same in transformers' layers, for slots that can't go back to an earlier token. mask: of the prompt."""
         self.layers = slots.to_dynamic(self._config).layers
-        self._note(ids, kept)
+        self._note(ids, kept, mask)
+
+    def read_by(self, generate: Callable[[], Any]) -> Any:
+        """The output of the target's own `generate`, which reads on in transformers' layers."""
+        rows, mask = self._given or (0, None)
+        try:
+            output = generate()
+        except BaseException:
+            if rows:
+                self.forget()  # it may have read tokens that nobody got
+            raise
+        ids = output if isinstance(output, torch.Tensor) else output["sequences"]
+        layers = [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
+        if {rows, *(len(layer.keys) for layer in layers)} == {len(ids)} and held(self) == ids.shape[1] - 1:
+            self._note(ids, None, mask)
+        else:
+            self.ids = None
+        return output
 
     def branch(self) -> Session:
         """Another session with the same text. Its first call copies what it goes on from; until its end, this one must stay
@@ -148,8 +210,12 @@ class Session(DynamicCache):
         other.ids, other.kept, other._length, other.forks = self.ids, self.kept, self._length, True
         return other
 
-    def _note(self, ids: torch.Tensor, kept: Any) -> None:
-        self.ids, self.kept, self._length, self.forks = ids, kept, ids.shape[1] - 1, False
+    def _note(self, ids: torch.Tensor, kept: Any, mask: torch.Tensor | None = None) -> None:
+        if mask is not None and not bool(mask[:, -1].all()):
+            ids = torch.full_like(
+                ids, -1
+            )  # the positions after a hidden token are not those of a text that is read at once
+        self.ids, self.mask, self.kept, self._length, self.forks = ids, mask, kept, ids.shape[1] - 1, False
 
     def _dynamic_layers(self) -> list[Any]:
         assert self._slots is not None
@@ -158,25 +224,26 @@ class Session(DynamicCache):
 
     def _drop(self) -> None:
         self._slots = None
-        self.ids = self.kept = None
+        self.ids = self.mask = self.kept = None
         self._length = self.shared = 0
         self.forks = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """Another session with its own copy of the keys and values, for a text that branches."""
         layers = self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
-        other = _with_layers(self._config, layers)
+        other = _with_layers(self._config, layers, self.ids, self.mask)
         other._models = self._models
         return other
 
     def __reduce__(self) -> Any:
-        return _with_layers, (self._config, self._dynamic_layers() if self.in_slots else self._layers)
+        layers = self._dynamic_layers() if self.in_slots else self._layers
+        return _with_layers, (self._config, layers, self.ids, self.mask)
 
 
 @contextmanager
-def using(cache: Any, model: Any, ids: Any, attention_mask: Any) -> Iterator[None]:
+def using(cache: Any, model: Any, ids: Any, attention_mask: Any, resumes: bool = True) -> Iterator[None]:
     """A context for one call with a cache, which matters for sessions only. model: the target. ids, attention_mask: [B, P] or
-    None, of the prompt.
+    None, of the prompt. resumes: as for `Session.match`.
 
     Raises ValueError while another call uses the session, and for one of another model.
     """
@@ -187,7 +254,7 @@ def using(cache: Any, model: Any, ids: Any, attention_mask: Any) -> Iterator[Non
     if not cache.lock.acquire(blocking=False):
         raise ValueError("past_key_values: another call is using this session; make a session for each text")
     try:
-        cache.match(ids, attention_mask)
+        cache.match(ids, attention_mask, resumes)
         yield
     finally:
         cache.lock.release()
@@ -247,14 +314,31 @@ def _copy(slots: SlotCache, length: int, limit: int) -> SlotCache:
     return other
 
 
-def _with_layers(config: Any, layers: list[Any]) -> Session:
+def _with_layers(config: Any, layers: list[Any], ids: torch.Tensor | None, mask: torch.Tensor | None) -> Session:
     made = Session(config)
     made.layers = layers
+    made.ids, made.mask = ids, mask
     return made
+
+
+def is_whole(ids: Any, attention_mask: Any) -> bool:
+    """Whether a prompt consists of tokens alone, [B, P], and is the whole text: with the new tokens alone, a mask is longer."""
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] == 0:
+        return False
+    return attention_mask is None or attention_mask.shape == ids.shape
+
+
+def mask_over(mask: torch.Tensor | None, width: int, ids: torch.Tensor) -> torch.Tensor:
+    """What a mask [B, any] shows of the first columns, [B, width] bool; None, and columns after its end, hide nothing.
+
+    ids: [B, any], on the device of the result.
+    """
+    seen = torch.ones(len(ids), width, dtype=torch.bool, device=ids.device)
+    if mask is not None:
+        seen[:, : mask.shape[1]] = mask[:, :width].to(ids.device) != 0
+    return seen
 
 
 def is_plain(ids: Any, attention_mask: Any, rows: int) -> bool:
     """Whether a prompt consists of tokens alone, without padding. Only then its columns are those of the slots."""
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
-        return False
-    return attention_mask is None or (attention_mask.shape == ids.shape and bool(attention_mask.all()))
+    return is_whole(ids, attention_mask) and len(ids) == rows and (attention_mask is None or bool(attention_mask.all()))

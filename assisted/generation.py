@@ -134,19 +134,19 @@ class Generation:
     sessions: SessionPool | None = None
     drafts: bool = True
     _streamer: Any = field(default=None, init=False)
-    _tokenizer: Any = field(default=None, init=False)  # that heals the prompt's last token
     _reached: bool = field(default=False, init=False)
 
     def run(self, inputs: Any, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
         """The output of `generate`, whose arguments these are."""
         model = unwrapped(self.pair.target)
         generation_config, kwargs = self._as_the_pair(model, generation_config, kwargs)
-        given, for_loop = self._for_the_loop(generation_config, kwargs)
+        given, for_loop, healer = self._for_the_loop(generation_config, kwargs)
+        runs = model if healer is None else _healing(model, healer)
         self._streamer = kwargs.get("streamer")
         first = () if inputs is None else (inputs,)  # its name differs between models
 
         def loop(
-            model: Any,
+            _: Any,
             input_ids: torch.Tensor,
             logits_processor: Any,
             stopping_criteria: Any,
@@ -155,18 +155,15 @@ class Generation:
             **kwargs: Any,
         ) -> Any:
             self._reached = True
-            input_ids = (
-                input_ids.long() if input_ids.dtype == torch.int32 else input_ids
-            )  # both are ids for transformers
-            if self._tokenizer is not None:
-                input_ids = model.heal_tokens(input_ids, self._tokenizer)
+            # both are ids for transformers
+            input_ids = input_ids.long() if input_ids.dtype == torch.int32 else input_ids
             encoded, kwargs = Encoded.split(model, kwargs, inputs_tensor)
             return self._loop(
                 Prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, kwargs, encoded)
             )
 
         try:
-            output = model.generate(*first, generation_config=given, custom_generate=loop, **for_loop)
+            output = runs.generate(*first, generation_config=given, custom_generate=loop, **for_loop)
         except _Plainly as plainly:
             reason = str(plainly)
         else:
@@ -199,23 +196,22 @@ class Generation:
 
     def _for_the_loop(
         self, config: GenerationConfig | None, kwargs: dict[str, Any]
-    ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-        """The same settings, without those for which transformers needs a tokenizer, which it doesn't pass on to a loop."""
+    ) -> tuple[GenerationConfig | None, dict[str, Any], Any]:
+        """The same settings, without the stop strings, for which transformers needs a tokenizer that it doesn't pass on to a
+        loop; and the tokenizer that heals the prompt's last token, if one is to."""
         tokenizer = kwargs.get("tokenizer")
         if tokenizer is None:
-            return config, kwargs
+            return config, kwargs, None
 
         setting = functools.partial(setting_of, kwargs, config, self.pair.generation_config)
         changed: dict[str, Any] = {}
-        if setting("token_healing"):
-            self._tokenizer, changed["token_healing"] = tokenizer, False
         if (strings := setting("stop_strings")) is not None:
             criteria = kwargs.get("stopping_criteria") or []
             changed["stop_strings"] = None
             if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a caller's goes first
                 criteria = [*criteria, StopStringCriteria(tokenizer, strings)]
             changed["stopping_criteria"] = StoppingCriteriaList(criteria)
-        return config, kwargs | changed
+        return config, kwargs | changed, tokenizer if setting("token_healing") else None
 
     def _loop(self, call: Prepared) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """Decode a prepared call with drafts. Raises `_Plainly` if that cannot be done."""
@@ -384,6 +380,13 @@ def read_plainly(model: Any, inputs: tuple[Any, ...], config: GenerationConfig |
 
     session = kwargs.get(CACHE)
     return session.read_by(run) if isinstance(session, Session) else run()
+
+
+def _healing(model: Any, tokenizer: Any) -> Any:
+    """The same model as another object, whose `generate` lets this tokenizer heal the prompt, before it counts lengths."""
+    other = copy.copy(model)
+    vars(other)["heal_tokens"] = lambda input_ids, _=None: model.heal_tokens(input_ids, tokenizer)
+    return other
 
 
 class _AfterThePrompt(BaseStreamer):

@@ -14,7 +14,7 @@ import torch
 from architectures import random_ids
 from eagle_heads import trained_head
 from medusa_heads import random_heads
-from pairs import CALL, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from pairs import CALL, ENDS, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa
@@ -114,6 +114,34 @@ def test_a_healed_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert assistedly(**call).tolist() == expected.tolist()
     assert expected[0, prompt(2)["ids"].shape[1] - 1] == 9
     assert len(healed) == 2 and None not in healed
+
+
+@pytest.mark.parametrize("healed", [8, 11])  # a longer one fails in transformers
+@pytest.mark.parametrize(
+    "more", [{}, {"min_new_tokens": 3, "eos_token_id": ENDS}, {"max_length": 20, "max_new_tokens": None}], ids=str
+)
+def test_a_healed_prompt_of_another_length(healed: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All limits count from the healed prompt, which a streamer gets as well."""
+
+    def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
+        return torch.cat([input_ids, input_ids], 1)[:, :healed]
+
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[list[int]] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.heard.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            pass
+
+    monkeypatch.setattr(GenerationMixin, "heal_tokens", heal_tokens)
+    call = {"token_healing": True, "tokenizer": tokenizer(), **more, "ids": prompt()["ids"]}
+    mine, theirs = Listener(), Listener()
+    expected = plainly(**call, streamer=theirs)
+    assert assistedly(**call, streamer=mine).tolist() == expected.tolist()
+    assert mine.heard[0] == theirs.heard[0] and len(mine.heard[0]) == healed
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"])

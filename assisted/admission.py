@@ -219,6 +219,11 @@ def mask_of(ids: Any, kwargs: dict[str, Any], config: GenerationConfig | None, o
     return ids.ne(pad).long()
 
 
+def is_padded_at_end(mask: Any) -> bool:
+    """Whether an attention mask, [B, P] or None, hides the last token of a row."""
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > 0 and not bool(mask[:, -1].all())
+
+
 def set_in(config: GenerationConfig) -> dict[str, Any]:
     """transformers' own drafting methods that a config chooses, with their values."""
     values = {name: getattr(config, name, None) for name in SET_MODES}

@@ -35,6 +35,7 @@ from .admission import (
     Asked,
     asked_for,
     beside_text,
+    is_padded_at_end,
     mask_of,
     require_own_drafting,
     require_tensors,
@@ -259,9 +260,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
                 kwargs = with_recorded(AutoConfig.from_pretrained(base, **own) if saved else config, kwargs)
                 target = kind.from_pretrained(path, *model_args, **kwargs)
-        found = tokenizer or find_tokenizer(path, **hub, **of_file)
+        side = _padding_side(target)
+        found = tokenizer or find_tokenizer(path, **hub, **of_file, **side)
         if found is None and base != path:
-            found = find_tokenizer(base, **trusting(path, base, **hub))
+            found = find_tokenizer(base, **trusting(path, base, **hub), **side)
         for_draft = _only(hub, *(name for name in hub if name != "revision"))
         with nullcontext() if is_named else loading("draft", folder):
             for_draft |= {} if is_named else {"trust_remote_code": False}
@@ -311,7 +313,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         spec = _with_tokenizer(drafters.parse(draft, draft_quantization, draft_window), tokenizer, draft_tokenizer)
         folder = target.name_or_path if Path(target.name_or_path or "-").is_dir() else None
         require_pool(sessions)
-        policy, tokenizer = lengths.resolve(draft_length), tokenizer or find_tokenizer(folder)
+        policy, tokenizer = lengths.resolve(draft_length), tokenizer or find_tokenizer(folder, **_padding_side(target))
         model = cls._assemble(target, spec, policy, tokenizer, folder, {}, require_mode(fast, exact), exact)
         model.sessions = sessions
         return model
@@ -436,6 +438,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         of_tokens = None if others else prompt
         resumes = not isinstance(kwargs.get(CACHE), Session) or self._resumes(settings)
         mask = mask_of(of_tokens, kwargs, generation_config, self.generation_config)
+        if is_padded_at_end(mask) and not Traits.of(self.target).crosses:
+            settings.note(
+                "attention_mask: hides the end of a prompt, and the text goes on after the padding, as that of transformers "
+                "does; pad on the left (tokenizer.padding_side = 'left')"
+            )
         with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, mask, resumes):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
@@ -767,6 +774,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"model drafts with {type(self.spec).__name__}. Instead: {OTHER_MODES[name]}, or set it to None.",
                 stacklevel=7,  # the caller's line, above transformers' generate
             )
+
+
+def _padding_side(target: Any) -> dict[str, str]:
+    """How a target's tokenizer pads: a text goes on after its last token. An encoder's input does not go on."""
+    return {} if Traits.of(target).crosses else {"padding_side": "left"}
 
 
 def _require_known(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from architectures import VOCABULARY, random_ids
-from pairs import CALL, ENDS, ROUNDING, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from architectures import VOCABULARY, build, random_ids
+from pairs import BY_NAME, CALL, ENDS, ROUNDING, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -592,3 +595,57 @@ def test_pipelines_take_the_model_without_complaint(caplog: pytest.LogCaptureFix
         logger.removeHandler(caplog.handler)
     assert model.report.accepted > 0
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+# --- drafts that are not what they seem
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("width", [10, 26, 40])
+def test_a_draft_whose_context_is_shorter_than_the_text(kind: str, width: int) -> None:
+    """It drafts up to the end of its context; then a warning says why it stops, whether its positions are learned or not."""
+    target, draft = build(BY_NAME["llama"]), build(BY_NAME[kind], max_position_embeddings=32)
+    model = AssistedModelForCausalLM.from_models(target, draft, draft_length=3)
+    ids = random_ids(target, 1, width)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        found = model.generate(ids, **CALL | {"max_new_tokens": 16})
+    assert found.tolist() == target.generate(ids, **CALL | {"max_new_tokens": 16}).tolist()
+    said = [str(one.message) for one in given if "context ends at 32 tokens" in str(one.message)]
+    assert len(said) == (width > 10) == len(model.report.warnings)
+    assert (model.report.drafted > 0) == (width < 40)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_draft_that_lacks_a_tensor(kind: str, tmp_path: Path) -> None:
+    """transformers draws it at random. Tied weights and buffers may be absent."""
+    target = build(BY_NAME["llama"])
+    build(BY_NAME[kind], tie_word_embeddings=True).save_pretrained(tmp_path)
+    AssistedModelForCausalLM.from_models(target, str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if "mlp" in name)
+    save_file({n: tensor for n, tensor in tensors.items() if n != name}, file, {"format": "pt"})
+    for spec in (str(tmp_path), f"draft-tree:{tmp_path}"):
+        with pytest.raises(ValueError, match=f"draft: the checkpoint .* lacks {name}"):
+            AssistedModelForCausalLM.from_models(target, spec)
+    save_file(tensors | {name: torch.zeros(3)}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="draft: loading"):
+        AssistedModelForCausalLM.from_models(target, str(tmp_path))
+
+
+def test_tokenizers_that_are_handed_out_pad_on_the_left() -> None:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target")
+    assert pair.tokenizer.padding_side == "left"
+    assert AssistedModelForCausalLM.from_models(pair.target).tokenizer.padding_side == "left"
+
+
+def test_a_prompt_that_ends_in_padding_is_reported() -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, "ngram")
+    ids, mask = random_ids(target, 2, 9), torch.ones(2, 9, dtype=torch.int64)
+    model.generate(ids, attention_mask=mask, **CALL)
+    assert not model.report.warnings
+    mask[1, 6:] = 0
+    model.generate(ids, attention_mask=mask, **CALL)
+    assert "pad on the left" in model.report.warnings[0]

@@ -159,7 +159,7 @@ def target_and_tokenizer(name: str, **chosen: Any) -> tuple[Any, Any]:
 
     path = zoo.resolve(name)
     with reading_once():
-        target, tokenizer = load_model(path, **chosen), find_tokenizer(path)
+        target, tokenizer = load_model(path, **chosen), find_tokenizer(path, padding_side="left")
     require_tokenizer(tokenizer, name)
     return target, tokenizer
 

@@ -78,11 +78,21 @@ class ModelDrafting(ChainDrafting):
         self.own_size: int = Traits.of(drafter.model).vocabulary  # size of its embedding
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # until it is verified
+        self.is_over = False  # the text is longer than the draft's context, which the caller knows
         self.committed: list[int] = []  # slots of committed tokens, per row; later slots hold the draft
 
     def propose(self, text: Text, budget: int) -> Draft:
-        runner = self._catch_up_prompt(text)
         rows = text.unfinished
+        longest, context = max(text.lengths[row] for row in rows), Traits.of(self.drafter.model).context
+        if longest + 1 >= context:
+            if not self.is_over:
+                self.call.settings.warn(
+                    f"The draft's context ends at {context} tokens, and the text has {longest}: it goes on without this draft. "
+                    "Choose a draft with a longer context, or one that reads text alone, such as draft='suffix'."
+                )
+            self.is_over = True
+            return Draft.empty(text.rows, text.ids.device)
+        runner = self._catch_up_prompt(text)
         runner.run_only(rows)
         keep_last(runner.cache, self.drafter.window)
         budget = min(budget, runner.room([text.lengths[row] for row in rows]) - 1)

@@ -103,7 +103,8 @@ def load_quantized(
 
     quantization: None loads the checkpoint as it is or, if `save_quantized` wrote it, quantizes it as recorded there.
     dtype: of computation and of unquantized weights; None or "auto" takes the checkpoint's.
-    device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be quantized, or if all are already.
+    device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be quantized, if all are already, or if the
+    checkpoint lacks tensors, which transformers would draw at random.
     """
     hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
     base = base_path(path, "draft", **hub)
@@ -119,7 +120,14 @@ def load_quantized(
         with torch.device("meta"):  # _guarded needs shapes only
             shapes = auto_class(config).from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
         kwargs["quantization_config"] = _guarded(method, shapes)
-    model = auto_class(config).from_pretrained(path, dtype=dtype, device_map=device_map, **kwargs)
+    kind = auto_class(config)
+    model, found = kind.from_pretrained(path, dtype=dtype, device_map=device_map, output_loading_info=True, **kwargs)
+    if lacking := sorted(found["missing_keys"]):
+        names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
+        raise ValueError(
+            f"draft: the checkpoint at {path!r} lacks {names}, which would be random numbers; download it again, or check "
+            "that its config.json belongs to these weights"
+        )
     model.config.__dict__.pop(RECORD, None)
     return _settled(model)
 

@@ -171,6 +171,8 @@ class Generation:
                 return output
             reason = _OTHER_MODE
         self.recorder.ran("plain", reason)
+        self.settings.note(f"without drafts: {reason}")
+        self.recorder.warnings = self.settings.warnings
         warn_plain(reason)
         if not self._reached:
             return output

@@ -243,6 +243,9 @@ def test_the_draft_vocabulary_is_checked(target, tmp_path):
     tensors["d2t"] = tensors["d2t"] + VOCABULARY
     with pytest.raises(ValueError, match="d2t"):
         load_eagle(write(tmp_path, EAGLE_3, tensors), target)
+    tensors["d2t"] = eagle_3()["d2t"] + 0.25
+    with pytest.raises(ValueError, match="d2t: it holds fractions"):
+        load_eagle(write(tmp_path, EAGLE_3, tensors), target)
     del tensors["d2t"]
     with pytest.raises(ValueError, match="d2t"):
         load_eagle(write(tmp_path, EAGLE_3, tensors), target)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -156,14 +158,14 @@ def test_sampling_and_seeds(server: Server) -> None:
         ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400, "prompt: .* of one text"),
         ("/v1/completions", TEXT | {"n": 2}, 400, "n: 2 is not supported"),
         ("/v1/completions", TEXT | {"max_tokens": True}, 400, "max_tokens: true is of a type"),
-        ("/v1/completions", TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 new tokens after"),
-        ("/v1/completions", TEXT | {"max_tokens": 10**6}, 400, "max_tokens: 1000000 new tokens after"),
+        ("/v1/completions", TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 is not possible; give 1 to 1018"),
+        ("/v1/completions", TEXT | {"max_tokens": 10**6}, 400, "max_tokens: 1000000 is not possible"),
         ("/v1/completions", TEXT | {"temperature": "hot"}, 400, "temperature: .* is of a type"),
-        ("/v1/completions", TEXT | {"temperature": -1}, 400, "temperature: -1.0 is not possible"),
+        ("/v1/completions", TEXT | {"temperature": -1}, 400, "temperature: -1 is not possible; give 0 to 1000"),
         ("/v1/completions", TEXT | {"temperature": 1, "top_p": 7}, 400, "top_p"),
-        ("/v1/completions", TEXT | {"draft": "/etc/passwd"}, 400, "draft: '/etc/passwd' was not loaded"),
+        ("/v1/completions", TEXT | {"draft": "/etc/passwd"}, 400, 'draft: "/etc/passwd" was not loaded'),
         ("/v1/completions", TEXT | {"draft_length": -3}, 400, "draft_length"),
-        ("/v1/completions", TEXT | {"model": "gpt-5"}, 404, "model: 'gpt-5' is not here; ask for 'target'"),
+        ("/v1/completions", TEXT | {"model": "gpt-5"}, 404, "model: \"gpt-5\" is not here; ask for 'target'"),
         ("/v1/completions", TEXT | {"stop": [""]}, 400, "stop: give a text"),
         ("/v1/completions", TEXT | {"logprobs": 5}, 400, "logprobs: only"),
         ("/v1/completions", TEXT | {"unknown": 1}, 400, "unknown: 1 is not supported"),
@@ -187,15 +189,265 @@ def test_bad_requests_get_a_sentence(
     assert server.entries[-1]["status"] == status  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("length", "status"), [("99999999999", 413), ("-1", 413), ("many", 413)])
-def test_lengths_that_are_not_read(server: Server, length: str, status: int) -> None:
+NESTED: Any = [[[[{"a": [None]}]]]]
+HALF, LARGE = "\ud800", 10**23
+NOT_NUMBERS: list[Any] = ["1", [1], {}, True, float("nan"), float("inf"), float("-inf"), LARGE, -LARGE, NESTED]
+NOT_WHOLE = [*NOT_NUMBERS, 1.5, 1e300]
+NOT_TEXTS: list[Any] = [3, True, {}, NESTED, HALF, f"a{HALF}"]
+HOSTILE: dict[str, list[Any]] = {
+    **{name: [*NOT_NUMBERS, -1e-300, -1] for name in ("temperature", "top_p", "min_p")},
+    **{name: [*NOT_WHOLE, 0, -1] for name in ("max_tokens", "max_completion_tokens")},
+    **{"top_k": [*NOT_WHOLE, -2, 2**31], "seed": [*NOT_WHOLE, 2**64, -(2**63) - 1]},
+    **{"draft_length": [*NOT_WHOLE, 0, -1], "logprobs": [*NOT_WHOLE, 2, -1]},
+    **{name: [1, 0, "true", [], {}, NESTED] for name in ("stream", "return_tokens_as_token_ids")},
+    **{"model": [*NOT_TEXTS, "", "x" * 10**6], "draft": [*NOT_TEXTS, "", "x" * 10**6], "user": NOT_TEXTS},
+    "stop": [*NOT_TEXTS, "", [""], [None], [[]], ["a", HALF], [True], ["a"] * 17, "a" * 257, "a" * 10**6],
+    "stream_options": [1, "a", [], True, {"include_usage": "yes"}, {"include_usage": None}, {"a": NESTED}],
+    **{name: [True, False, 2, LARGE, "1", [], NESTED, float("nan")] for name in ("n", "best_of")},
+    "repetition_penalty": [True, 1.1, -1, float("nan"), "1"],
+    **{name: [False, 0.5, -LARGE, "0", NESTED] for name in ("presence_penalty", "frequency_penalty")},
+    **{name: [0, 1, "false", True, NESTED] for name in ("echo", "store")},
+    "logit_bias": [{"5": 100}, [], False, {"5": HALF}],
+    "tools": [{}, False, [{"type": "function"}], [None]],
+    "response_format": [{"type": "json_object"}, {"type": "text", "more": 1}, "text", True, [NESTED]],
+    **{name: [1, True, HALF, NESTED, "", {}] for name in ("unknown", "Temperature", "", "\u0000", "é", "x" * 10**5)},
+    HALF: [1],
+}
+"""Values that a field cannot have, at either path."""
+PROMPTS: list[Any] = [
+    *[
+        0,
+        1.5,
+        True,
+        {},
+        [],
+        "",
+        [[]],
+        [None],
+        [True],
+        [1.0],
+        [-1],
+        [4096],
+        [LARGE],
+        ["a"],
+        [["a", 1]],
+        [[1, 2]],
+        HALF,
+        [HALF],
+    ],
+    *[["a", "b"], [1, "a"], NESTED, [1] * 1024, "a b " * 1024],
+]
+MESSAGE = {"role": "user", "content": "a"}
+MESSAGES: list[Any] = [
+    *[
+        "a",
+        {},
+        [],
+        [None],
+        [[]],
+        ["a"],
+        [1],
+        [{}],
+        [{"role": "user"}],
+        [{"content": "a"}],
+        [MESSAGE, None],
+        [[MESSAGE]],
+    ],
+    *[
+        [MESSAGE | {key: value}]
+        for key in MESSAGE
+        for value in (None, 1, True, [], {}, ["a"], [{"type": "text"}], HALF, NESTED)
+    ],
+    *[
+        [MESSAGE | {"tool_calls": [{}]}],
+        [MESSAGE | {"name": 1}],
+        [MESSAGE | {HALF: "a"}],
+        [MESSAGE | {"content": "a b " * 1024}],
+    ],
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_no_field_can_be_is_an_error_that_names_it(server: Server, path: str) -> None:
+    base, own, values = (CHAT, "messages", MESSAGES) if "chat" in path else (TEXT, "prompt", PROMPTS)
+    other = {"messages": "prompt", "prompt": "messages"}[own]
+    table = HOSTILE | {own: values, other: [*PROMPTS, *MESSAGES]}
+    base = {**base, "temperature": 1.0}
+    for name, hostile in table.items():
+        for value in hostile:
+            status, text = sent(server, path, base | {name: value})
+            error = json.loads(text)["error"]
+            assert 400 <= status < 500 and error["message"].startswith(f"{name[:60]}:"), (name, str(value)[:60], text)
+            assert len(text) < 1000 and server.entries[-1]["status"] == status  # type: ignore[attr-defined]
+    assert asked(server, path, base)["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_values_at_the_ends_of_their_ranges_and_nothing(server: Server, path: str) -> None:
+    base = CHAT if "chat" in path else TEXT
+    ends: dict[str, list[Any]] = {
+        **{"temperature": [0, 1000, 1e-30], "top_p": [0, 1, 1e-300], "min_p": [0, 1], "top_k": [-1, 0, 1, 2**31 - 1]},
+        **{
+            "seed": [0, -(2**63), 2**64 - 1],
+            "draft_length": [1, 2**31 - 1],
+            "stop": [[], "a" * 256, ["a"] * 16],
+        },
+        **{"n": [1, 1.0], "tools": [[]], "user": [""], "stream_options": [{}], "response_format": [{"type": "text"}]},
+        **{name: [None] for name in (*HOSTILE, "prompt" if "chat" in path else "messages") if name not in (HALF,)},
+    }
+    for name, values in ends.items():
+        for value in values:
+            assert asked(server, path, {**base, "temperature": 1.0, "max_tokens": 3, name: value})["choices"], name
+    message = [{**MESSAGE, "refusal": None, "name": "a"}]
+    assert asked(server, "/v1/chat/completions", CHAT | {"messages": message, "max_tokens": 3})["choices"]
+
+
+BODIES: dict[str, bytes] = {
+    "nothing": b"",
+    "no JSON": b"{'prompt': 1}",
+    "two objects": b"{}{}",
+    "cut": json.dumps(TEXT).encode()[:-1],
+    "not UTF-8": b'{"prompt": "\xff\xfe\xfd"}',
+    "half a character": b'{"prompt": "\xc3"}',
+    "UTF-16": json.dumps([1]).encode("utf-16"),
+    "a number": b"1",
+    "null": b"null",
+    "nested too deeply": b"[" * 10**6,
+    "nested too deeply in an object": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_no_object_of_json(server: Server, path: str, body: bytes) -> None:
+    status, text = sent(server, path, body)
+    assert status == 400 and json.loads(text)["error"]["message"].startswith("body: "), text
+
+
+@pytest.mark.parametrize("depth", [100, 300, 600, 900, 960, 990, 1000])
+@pytest.mark.parametrize("name", ["prompt", "stop", "unknown", "logit_bias", "response_format"])
+def test_what_can_just_be_read_but_not_written(server: Server, name: str, depth: int) -> None:
+    body = f'{{"temperature": 0, "prompt": "a", "{name}": {"[" * depth}{"]" * depth}}}'
+    status, text = sent(server, "/v1/completions", body.encode())
+    assert status == 400 and re.match(f"({name}|body): ", json.loads(text)["error"]["message"]), text
+
+
+@pytest.mark.parametrize("name", ["temperature", "seed", "max_tokens", "n", "unknown"])
+def test_integers_of_more_digits_than_python_reads(server: Server, name: str) -> None:
+    status, text = sent(server, "/v1/completions", f'{{"prompt": "a", "{name}": {"9" * 5000}}}'.encode())
+    assert status == 400 and json.loads(text)["error"]["message"].startswith(f"{name}: "), text
+
+
+@pytest.mark.parametrize(
+    ("length", "status"),
+    [
+        (str(2**24 + 1), 413),
+        ("99999999999", 413),
+        ("9" * 5000, 413),
+        ("-1", 413),
+        ("many", 413),
+        ("1.0", 413),
+        (None, 411),
+    ],
+)
+def test_lengths_that_are_not_read(server: Server, length: str | None, status: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.putrequest("POST", "/v1/completions")
-    connection.putheader("Content-Length", length)
+    if length is not None:
+        connection.putheader("Content-Length", length)
     connection.endheaders()
     answer = connection.getresponse()
     assert answer.status == status and "Content-Length" in json.loads(answer.read())["error"]["message"]
     connection.close()
+
+
+def test_a_body_that_is_too_large_gets_its_answer(server: Server) -> None:
+    """Though the server closes a connection whose other end still writes."""
+    for path, expected in (("/v1/completions", 413), ("/v1/embeddings", 404)):
+        status, text = sent(server, path, b"a" * (2**24 + 1))
+        assert status == expected and json.loads(text)["error"]["message"].startswith(
+            ("Content-Length: 16777217", "path: ")
+        )
+
+
+def connected(server: Server, written: bytes, room: int = 0) -> socket.socket:
+    """A client that has written this. room: bytes of what it may be sent unread."""
+    made = socket.socket()
+    if room:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+    made.settimeout(60)
+    made.connect(("127.0.0.1", server.server_port))
+    made.sendall(written)
+    return made
+
+
+def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
+    written = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(written), written)
+
+
+def answered(client: socket.socket) -> tuple[int, str]:
+    with client, client.makefile("rb") as read:
+        head, _, text = read.read().partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("written", "status", "message"),
+    [
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{}",
+            408,
+            "Content-Length: of 9 bytes, 2 have come within",
+        ),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
+            408,
+            "Content-Length: of 9 bytes, 0 have come within",
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Le", 411, "Content-Length: none"),
+        (b"POST /v1/completions HT", 400, "request: Bad request version"),
+        (b"GET /nowhere HTTP/1.1\r\nA: b", 404, "path: /nowhere is not here"),
+    ],
+)
+def test_a_request_that_never_comes_whole_ends(
+    server: Server, monkeypatch: pytest.MonkeyPatch, written: bytes, status: int, message: str
+) -> None:
+    monkeypatch.setattr("assisted.serving.server._COMES", 0.2)
+    slow = connected(server, written)
+    assert asked(server, "/v1/completions", TEXT)["choices"]  # it holds nobody up
+    found, text = answered(slow)
+    assert found == status and text.startswith(message), text
+
+
+def test_a_request_that_trickles_in_ends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A time limit for each byte would never be reached."""
+    monkeypatch.setattr("assisted.serving.server._COMES", 0.5)
+    monkeypatch.setattr("assisted.serving.server._DRAINS", 0)
+    for written in (b"GET /health HTTP/1.1\r\n", request(TEXT)[:-50]):
+        slow = connected(server, written)
+        slow.settimeout(0.02)
+        with pytest.raises(OSError, match=r"Broken pipe|reset"):
+            for _ in range(3000):
+                slow.sendall(b"a")
+                with contextlib.suppress(TimeoutError):
+                    slow.recv(2**16)
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("PUT /v1/completions", 405),
+        ("HEAD /health", 405),
+        ("nonsense", 400),
+        ("GET /" + "a" * 70000, 414),
+        ("GET / HTTP/x", 400),
+    ],
+)
+def test_what_is_no_request(server: Server, line: str, status: int) -> None:
+    line += "" if "HTTP" in line or line == "nonsense" else " HTTP/1.1"
+    found, text = answered(connected(server, f"{line}\r\n\r\n".encode()))
+    assert found == status and text.startswith("request: ")
 
 
 def test_models_and_health(server: Server) -> None:
@@ -206,23 +458,59 @@ def test_models_and_health(server: Server) -> None:
     assert sent(server, "/", None, "GET")[0] == 404
 
 
-def test_a_client_that_leaves_ends_its_call(server: Server, model: Any) -> None:
-    passes: list[Any] = []
-    model.watch = passes.append
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    body = TEXT | {"max_tokens": 900, "stream": True, "temperature": 1.0, "draft": "zoo:draft"}
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    answer = connection.getresponse()
-    answer.readline()
-    answer.close()
-    connection.close()
+def until_logged(server: Server, status: int, more: int) -> None:
+    """Wait for so many entries with this status."""
     until = time.monotonic() + 60
-    while not any(entry["status"] == 499 for entry in server.entries):  # type: ignore[attr-defined]
+    while sum(entry["status"] == status for entry in server.entries) < more:  # type: ignore[attr-defined]
         assert time.monotonic() < until
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+LONG = {**TEXT, "max_tokens": 900, "temperature": 1.0, "top_k": 0, "draft": "zoo:draft"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_that_leaves_ends_its_call(
+    server: Server, model: Any, stream: bool, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("assisted.serving.server._LOOKS", 0.02)
+    passes: list[Any] = []
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def watch(one: Any) -> None:
+        passes.append(one)
+        waits.set()
+        assert goes_on.wait(60)  # until the server has noticed
+
+    model.watch = watch
+    body = LONG | {"stream": stream} | ({"messages": CHAT["messages"]} if "chat" in path else {})
+    del body["prompt" if "chat" in path else "draft"]
+    known = sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
+    client = connected(server, request(body, path))
+    assert waits.wait(60)
+    inline = connected(server, request(body, path))  # waits for the first one, and leaves as well
+    client.close()
+    inline.close()
+    until_logged(server, 499, known + 2)
+    goes_on.set()
+    assert asked(server, "/v1/completions", TEXT | {"draft": "suffix"})["choices"][0]["text"]
     model.watch = None
-    assert sum(sum(one.kept) for one in passes) < 900
-    assert asked(server, "/v1/completions", TEXT)["choices"][0]["text"]
+    assert sum(sum(one.kept) for one in passes) < 900 and len(passes) < 10
+
+
+def test_a_client_that_does_not_read_holds_nobody_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "name", "target" + "x" * 20000)  # large events fill the system's buffers sooner
+    endless = {"prompt": "def a", "max_tokens": 900, "temperature": 0, "stream": True}
+    known = sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
+    clients = [connected(server, request(endless), 2048) for _ in range(2)]
+    assert asked(server, "/v1/completions", TEXT)["choices"]
+    monkeypatch.setattr("assisted.serving.server._TAKES", 0.1)
+    clients.append(connected(server, request(endless), 2048))
+    until_logged(server, 499, known + 1)  # the last one does not take a piece in time
+    for client in clients:
+        client.close()
+    until_logged(server, 499, known + 3)
 
 
 def test_several_clients_at_once(server: Server) -> None:

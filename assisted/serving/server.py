@@ -1,11 +1,15 @@
 """OpenAI's chat and text completions over HTTP for one user or a few: a draft for each request, a report with each answer.
 
-One call of `generate` at a time; other requests wait. Knows requests and answers, nothing of drafting.
+One call of `generate` at a time; other requests wait for it, never for a client. What a request may contain is in `fields`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
+import re
+import socket
 import threading
 import time
 import uuid
@@ -18,55 +22,52 @@ from transformers.generation import BaseStreamer
 
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
+from . import fields
+from .fields import CHAT, TEXT, Refused
 
 __all__ = ["Pieces", "Refused", "Server"]
 
 NO_DRAFT = "none"
 _MOST = 2**24  # bytes of a request
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
-_FIELDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p"), (int, float)),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_k", "seed", "logprobs", "draft_length"), int),
-    **dict.fromkeys(("stream", "return_tokens_as_token_ids"), bool),
-    **dict.fromkeys(("model", "draft", "user"), str),
-    **{"messages": list, "prompt": (str, list), "stop": (str, list), "stream_options": dict},
-}
-"""What may be asked for, and the types."""
-_NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0),
-    **dict.fromkeys(("n", "best_of", "repetition_penalty"), 1),
-    **{"logit_bias": {}, "tools": [], "echo": False, "store": False, "response_format": {"type": "text"}},
-}
-"""What may not, unless it asks for nothing."""
-
-
-class Refused(ValueError):
-    """A request that cannot be answered. message: for the client. status: of HTTP."""
-
-    def __init__(self, message: str, status: int = 400):
-        super().__init__(message)
-        self.status = status
+_COMES = 60.0  # seconds within which a request must be here
+_TAKES = 30.0  # seconds within which a client must take a piece of its answer
+_LOOKS = 0.5  # seconds after which a request that waits looks whether its client is still there
+_DRAINS = 5.0  # seconds for which a client may go on sending after its answer
+_LEFT = "the client has left"
 
 
 class Pieces(BaseStreamer):
     """The answer so far, in pieces that stay: no half of a character, and nothing that may begin a stop string.
 
-    tokenizer: the target's. stop: texts at which the answer ends. show: called with each new piece; may raise to end the call.
+    tokenizer: the target's. stop: texts at which the answer ends. show: called with each new piece. left: set once nobody waits
+    for the answer, which ends the call.
     """
 
-    def __init__(self, tokenizer: Any, stop: list[str], show: Callable[[str], None] | None):
-        self.tokenizer, self.stop, self.show = tokenizer, stop, show
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: list[str],
+        show: Callable[[str], None] | None,
+        left: threading.Event | None = None,
+    ):
+        self.tokenizer, self.stop, self.show, self.left = tokenizer, stop, show, left
         self.ids: list[int] | None = None
         self.shown, self.stopped = "", False
 
     def put(self, value: torch.Tensor) -> None:
         """Take further tokens, [n] int64; the first ones are the prompt."""
+        self.require_client()
         if self.ids is None:
             self.ids = []
             return
         self.ids += value.flatten().tolist()
         if self.show is not None:
             self._emit(last=False)
+
+    def require_client(self) -> None:
+        """Raise ConnectionAbortedError once nobody waits for the answer."""
+        if self.left is not None and self.left.is_set():
+            raise ConnectionAbortedError(_LEFT)
 
     def end(self) -> None:
         """The text ends."""
@@ -100,6 +101,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -116,31 +118,31 @@ class Server(ThreadingHTTPServer):
         if self.tokenizer is None:
             raise ValueError("pairs: they have no tokenizer, and requests are text; pass tokenizer= when making a pair")
         self.context = getattr(first.target.config.get_text_config(decoder=True), "max_position_embeddings", 2**20)
+        self.ids = range(min(len(self.tokenizer), len(first.target.get_input_embeddings().weight)))
         self.busy = threading.Lock()
         super().__init__(address, _Handler)
 
-    def write(self, body: dict[str, Any], is_chat: bool, show: Callable[[str], None] | None = None) -> dict[str, Any]:
+    def write(
+        self,
+        body: dict[str, Any],
+        is_chat: bool,
+        show: Callable[[str], None] | None = None,
+        left: threading.Event | None = None,
+    ) -> dict[str, Any]:
         """Answer a request: `text`, `finish_reason`, `usage`, `report`, and `logprobs`.
 
-        body: the request. is_chat: it is one of a chat. show: as for `Pieces`.
+        body: the request. is_chat: it is one of a chat. show, left: as for `Pieces`; other requests wait for `show`.
 
-        Raises ValueError for a request that cannot be answered.
+        Raises ValueError for a request that cannot be answered, and ConnectionAbortedError if `left` is set.
         """
         for name, value in body.items():
-            if name not in _FIELDS and (name not in _NEUTRAL or value != _NEUTRAL[name]):
-                raise Refused(f"{name}: {json.dumps(value)[:60]} is not supported; leave it out")
-            kinds = _FIELDS.get(name, object)
-            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds not in (bool, object)):
-                raise Refused(f"{name}: {json.dumps(value)[:60]} is of a type that it cannot have")
+            fields.require(name, value, CHAT if is_chat else TEXT)
         draft = body.get("draft", next(iter(self.pairs)))
         if draft not in self.pairs:
-            raise Refused(f"draft: {draft!r} was not loaded; there are {', '.join(map(repr, self.pairs))}")
+            raise Refused(f"draft: {fields.shown(draft)} was not loaded; there are {', '.join(map(repr, self.pairs))}")
         if body.get("model", self.name) != self.name:
-            raise Refused(f"model: {body['model']!r} is not here; ask for {self.name!r}", 404)
-        stop, logprobs = body.get("stop", []), body.get("logprobs", 0)
-        stop = [stop] if isinstance(stop, str) else stop
-        if not all(isinstance(one, str) and one for one in stop):
-            raise Refused("stop: give a text, or a list of texts")
+            raise Refused(f"model: {fields.shown(body['model'])} is not here; ask for {self.name!r}", 404)
+        stop, logprobs = fields.stops(body.get("stop", [])), body.get("logprobs", 0)
         if logprobs and (is_chat or show is not None or logprobs != 1):
             raise Refused("logprobs: only /v1/completions has them, without a stream, and of 1 token at each place")
         ids = self._ids(body, is_chat)
@@ -148,9 +150,10 @@ class Server(ThreadingHTTPServer):
         call |= {"stop_strings": stop, "tokenizer": self.tokenizer} if stop else {}
         call |= {"return_dict_in_generate": True, "output_logits": True} if logprobs else {}
         call["draft_length"] = Never() if draft == NO_DRAFT else body.get("draft_length")
-        text, pair = Pieces(self.tokenizer, stop, show), self.pairs[draft]
+        text, pair = Pieces(self.tokenizer, stop, show, left), self.pairs[draft]
         given = torch.tensor([ids], device=pair.device)
         with self.busy:
+            text.require_client()
             if "seed" in body:
                 torch.manual_seed(body["seed"])
             output: Any = pair.generate(given, attention_mask=torch.ones_like(given), streamer=text, **call)
@@ -172,10 +175,7 @@ class Server(ThreadingHTTPServer):
     def _ids(self, body: dict[str, Any], is_chat: bool) -> list[int]:
         ids = body.get("prompt")
         if is_chat:
-            messages = body.get("messages", [])
-            texts = [one.get(key) for one in messages if isinstance(one, dict) for key in ("role", "content")]
-            if not texts or len(texts) != 2 * len(messages) or not all(isinstance(text, str) for text in texts):
-                raise Refused('messages: give a list of {"role": ..., "content": ...} with texts')
+            messages = fields.messages(body.get("messages", []))
             if not getattr(self.tokenizer, "chat_template", None):
                 raise Refused("messages: the model has no chat template; ask /v1/completions")
             try:
@@ -186,25 +186,25 @@ class Server(ThreadingHTTPServer):
                 raise Refused(f"messages: the chat template does not take them ({error})") from error
         elif isinstance(ids, str):
             ids = self.tokenizer(ids).input_ids
-        if not ids or not all(type(one) is int and 0 <= one < len(self.tokenizer) for one in ids):
+        if not ids or not all(type(one) is int and one in self.ids for one in ids):
             raise Refused("prompt: give a text, or a list of token ids of one text")
+        if len(ids) >= self.context:
+            field = "messages" if is_chat else "prompt"
+            raise Refused(f"{field}: {len(ids)} tokens leave no room for an answer; the context has {self.context}")
         return list(ids)
 
     def _room(self, body: dict[str, Any], width: int) -> int:
         room = self.context - width
-        wanted: int = body.get("max_completion_tokens", body.get("max_tokens", max(1, min(256, room))))
-        if not 1 <= wanted <= room:
-            raise Refused(
-                f"max_tokens: {wanted} new tokens after {width} of the prompt are not possible; the context has {self.context}"
-            )
+        for name in ("max_tokens", "max_completion_tokens"):
+            if not 1 <= body.get(name, 1) <= room:
+                most = f"the context has {self.context}, and {width} of the prompt"
+                raise Refused(f"{name}: {fields.shown(body[name])} is not possible; give 1 to {room}, since {most}")
+        wanted: int = body.get("max_completion_tokens", body.get("max_tokens", min(256, room)))
         return wanted
 
     def _sampling(self, body: dict[str, Any]) -> dict[str, Any]:
         call: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
         call = {name: float(body.get(name, value)) for name, value in call.items()}
-        for name, most in (("temperature", 1e3), ("top_p", 1.0), ("min_p", 1.0)):
-            if not 0 <= call[name] <= most:
-                raise Refused(f"{name}: {call[name]} is not possible; give 0 to {most:g}")
         if call["temperature"] == 0:
             return {"do_sample": False}
         return call | {"do_sample": True, "top_k": max(0, body.get("top_k", 0))}
@@ -212,11 +212,35 @@ class Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
-    streams = False
+    streams = is_late = False
+    path, default_request_version = "", "HTTP/1.0"  # of a request whose first line cannot be read
 
     def setup(self) -> None:
         super().setup()
         self.began = time.perf_counter()
+        self.timer = threading.Timer(_COMES, self._stop_reading)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the client has left before it was told what is wrong
+            super().handle()
+
+    def finish(self) -> None:
+        self.timer.cancel()
+        super().finish()
+        until = time.monotonic() + _DRAINS
+        with contextlib.suppress(OSError):  # a socket closed with unread bytes takes back an answer that is on its way
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(1)
+            while time.monotonic() < until and self.connection.recv(2**16):
+                pass
+
+    def _stop_reading(self) -> None:
+        """End what waits for a part of the request, which then seems to have ended."""
+        self.is_late = True
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RD)
 
     def do_GET(self) -> None:
         model = {"id": self.server.name, "object": "model", "owned_by": "assisted", "drafts": list(self.server.pairs)}
@@ -224,13 +248,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path in known:
             self._send(200, known[self.path])
         else:
-            self._fail(Refused(f"path: {self.path} is not here; there are {_CHAT}, {_TEXT} and /v1/models", 404))
+            self._fail(Refused(f"path: {self.path[:60]} is not here; there are {CHAT}, {TEXT} and /v1/models", 404))
 
     def do_POST(self) -> None:
         try:
-            if self.path not in (_CHAT, _TEXT):
-                raise Refused(f"path: {self.path} is not here; there are {_CHAT} and {_TEXT}", 404)
-            body, is_chat = self._body(), self.path == _CHAT
+            if self.path not in (CHAT, TEXT):
+                raise Refused(f"path: {self.path[:60]} is not here; there are {CHAT} and {TEXT}", 404)
+            body, is_chat = self._body(), self.path == CHAT
             kind = "chat.completion" if is_chat else "text_completion"
             about = {"id": f"assisted-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
             about["model"] = self.server.name
@@ -247,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
                 chunk = {**about, "object": "chat.completion.chunk"} if is_chat else about
                 self._event(json.dumps({**chunk, "choices": [choice(text, found)], **counts}))
 
-            found = self.server.write(body, is_chat, show if body.get("stream") else None)
+            found = self._written(body, is_chat, show if body.get("stream") else None)
             counts = {"usage": found["usage"], "report": found["report"]}
             if body.get("stream"):
                 show("", found, **counts)
@@ -255,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._log(200, counts)
             else:
                 self._send(200, {**about, "choices": [choice(found["text"], found)], **counts}, counts)
-        except OSError as error:  # the client has left, which ended the call
+        except OSError as error:  # the client has left, or does not take its answer
             self._log(499, {"error": {"message": str(error) or type(error).__name__}})
         except ValueError as error:  # of `generate`, too, whose arguments are those of the request
             self._fail(error)
@@ -264,15 +288,59 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> dict[str, Any]:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _MOST:
-            raise Refused(f"Content-Length: {length or 'none'}; send at most {_MOST} bytes", 413 if length else 411)
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > _MOST:
+            raise Refused(
+                f"Content-Length: {length[:60] or 'none'}; send at most {_MOST} bytes", 413 if length else 411
+            )
+        data = self.rfile.read(int(length))
+        self.timer.cancel()
+        if len(data) < int(length):
+            when = f" within {_COMES:g} s" if self.is_late else ""
+            raise Refused(
+                f"Content-Length: of {length} bytes, {len(data)} have come{when}", 408 if self.is_late else 400
+            )
+        return fields.read(data)
+
+    def _written(self, body: dict[str, Any], is_chat: bool, show: Callable[[str], None] | None) -> dict[str, Any]:
+        """`Server.write` in another thread. This one writes to the client, and ends the call if the client has left."""
+        parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        left = threading.Event()
+
+        def write() -> None:
+            try:
+                parts.put(self.server.write(body, is_chat, None if show is None else parts.put, left))
+            except ValueError as error:
+                parts.put(error)
+            except Exception as error:
+                parts.put(Refused(f"{type(error).__name__}: {error}", 500))
+
+        threading.Thread(target=write, daemon=True).start()
         try:
-            body = json.loads(self.rfile.read(int(length)))
-        except (ValueError, RecursionError) as error:
-            raise Refused(f"body: it is not JSON ({error})") from error
-        if not isinstance(body, dict):
-            raise Refused("body: a JSON object is expected")
-        return {name: value for name, value in body.items() if value is not None}
+            while True:
+                try:
+                    part = parts.get(timeout=_LOOKS)
+                except queue.Empty:
+                    self._require_client()
+                    continue
+                if isinstance(part, ValueError):
+                    raise part
+                if isinstance(part, dict):
+                    return part
+                if show is not None:
+                    show(part)
+        finally:
+            left.set()
+
+    def _require_client(self) -> None:
+        """Raise ConnectionAbortedError if the client has left."""
+        self.connection.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            if not self.connection.recv(1, socket.MSG_PEEK):
+                raise ConnectionAbortedError(_LEFT)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is not HTTP, or that has another method."""
+        self._fail(Refused(f"request: {message or explain}", 405 if code == 501 else int(code)))
 
     def _fail(self, error: ValueError) -> None:
         status = getattr(error, "status", 400)
@@ -290,11 +358,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._log(status, logged or {})
 
     def _head(self, status: int, kind: str) -> None:
+        self.connection.settimeout(_TAKES)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.end_headers()
 
     def _event(self, text: str) -> None:
+        self.connection.settimeout(_TAKES)
         self.wfile.write(b"data: %b\n\n" % text.encode())
 
     def _log(self, status: int, about: Mapping[str, Any]) -> None:

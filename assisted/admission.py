@@ -6,6 +6,8 @@ Knows transformers' arguments, caches and configs; knows nothing of how a call r
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +18,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .distribution import require_temperature
 from .drafters import NGram
 from .drafts import DraftingStopped
 from .engine.hooks import is_offloaded
@@ -199,7 +202,7 @@ def without(
     return config, {name: value for name, value in kwargs.items() if name not in names}
 
 
-def setting_of(kwargs: dict[str, Any], config: GenerationConfig | None, own: GenerationConfig, name: str) -> Any:
+def setting_of(kwargs: dict[str, Any], config: GenerationConfig | None, own: GenerationConfig | None, name: str) -> Any:
     """A setting of a call of `generate`: its argument, or that of its config, or the model's own."""
     places = (kwargs.get(name), getattr(config, name, None), getattr(own, name, None))
     return next((value for value in places if value is not None), None)
@@ -222,6 +225,22 @@ def mask_of(ids: Any, kwargs: dict[str, Any], config: GenerationConfig | None, o
 def is_padded_at_end(mask: Any) -> bool:
     """Whether an attention mask, [B, P] or None, hides the last token of a row."""
     return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > 0 and not bool(mask[:, -1].all())
+
+
+def require_numbers(config: GenerationConfig | None, own: GenerationConfig | None, kwargs: dict[str, Any]) -> None:
+    """Raise ValueError for settings of sampling that transformers takes, but that leave nothing to draw a token from.
+
+    config, own, kwargs: as for `require_own_drafting`.
+    """
+
+    setting = functools.partial(setting_of, kwargs, config, own)
+    if not setting("do_sample"):
+        return
+    if isinstance(temperature := setting("temperature"), float) and temperature > 0:
+        require_temperature(temperature)
+    for name in ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"):
+        if isinstance(value := setting(name), float) and math.isnan(value):
+            raise ValueError(f"{name}: {value} is no number; give one, or leave it out")
 
 
 def set_in(config: GenerationConfig) -> dict[str, Any]:

@@ -34,6 +34,14 @@ class Reply:
     cached_tokens: int
 
 
+def require_text(name: str, text: str) -> None:
+    """Raise ValueError for an argument whose text no tokenizer takes: a terminal's bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: it is not UTF-8 ({error.reason} at character {error.start})") from error
+
+
 class Conversation:
     """Messages and their tokens.
 
@@ -82,8 +90,10 @@ class Conversation:
         message: the user's text. max_new_tokens: limit of the answer, lower if the model's context ends earlier. kwargs: of
         `generate`.
 
-        Raises ContextFull if no token fits after the message. After any exception the message is removed again.
+        Raises ContextFull if no token fits after the message, and ValueError for a message that is no text. After any exception
+        the message is removed again.
         """
+        require_text("message", message)
         self.messages.append({"role": "user", "content": message})
         try:
             return self._answer(max_new_tokens, kwargs)

@@ -7,6 +7,7 @@ models, caches or acceptance.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -62,9 +63,24 @@ _FOR_ONE_PROMPT = processors(
     "SuppressTokensAtBeginLogitsProcessor",
 )
 
+COLDEST = 1e-30  # temperature; logits divided by less are no numbers of float32
 _TOP_K = (32, 256)  # numbers of most probable tokens among which the nucleus is searched, in this order
 _DRAWN = 1024  # positions for which numbers are drawn at a time
 _ROUNDING = 2**-31  # of a sum, for each summand: ten times the largest seen in sums over 49k and 262k tokens
+
+
+def require_temperature(temperature: float) -> None:
+    """Raise ValueError for a temperature that makes no distribution of logits; 0 stands for greedy decoding."""
+    if temperature != 0 and not COLDEST <= temperature < math.inf:
+        raise ValueError(
+            f"temperature: {temperature} is not possible; give at least {COLDEST}, or 0 for greedy decoding"
+        )
+
+
+def require_seed(seed: int, bits: int = 64) -> None:
+    """Raise ValueError for a seed that torch's generators, or what is computed from it, do not take."""
+    if not -(2 ** (bits - 1)) <= seed < 2**bits:
+        raise ValueError(f"seed: {seed} is not possible; give an integer of at most {bits} bits")
 
 
 class Draws:

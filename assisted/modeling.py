@@ -37,6 +37,7 @@ from .admission import (
     beside_text,
     is_padded_at_end,
     mask_of,
+    require_numbers,
     require_own_drafting,
     require_tensors,
     warn_plain,
@@ -401,6 +402,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 output: Any = other.generate(inputs, generation_config, **further, **kwargs)
                 self.report, self.length = other.report, other.length
                 return output
+        require_numbers(generation_config, self.generation_config, kwargs)
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
@@ -503,6 +505,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         _require_known(kwargs, self.generate_many)
         require_own_drafting(kwargs.get("generation_config"), self.generation_config, kwargs)
+        require_numbers(kwargs.get("generation_config"), self.generation_config, kwargs)
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
         recorder = Recorder(self.watch, started=time.perf_counter())
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))

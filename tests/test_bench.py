@@ -466,6 +466,8 @@ def test_memory_is_measured_on_cuda(pair: AssistedModelForCausalLM) -> None:
         ({"repeats": 0}, "repeats: 0"),
         ({"temperature": -1.0}, "temperature: -1"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p: 0.0"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"seed": 2**32}, "seed: 4294967296"),
         ({"top_p": 0.9}, "top_p: has no effect at temperature 0"),
     ],
 )

@@ -333,6 +333,44 @@ def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--temperature", "1e-300"], "temperature: 1e-300 is not possible"),
+        (["--temperature", "nan"], "temperature: nan is not possible"),
+        (["--temperature", "inf"], "temperature: inf is not possible"),
+        (["--temperature", "-1"], "temperature: -1.0 is not possible"),
+        (["--temperature", "1", "--top-p", "nan"], "top_p: nan is no number"),
+        (["--seed", str(10**23)], f"seed: {10**23} is not possible"),
+        (["--seed", str(-(2**63) - 1)], "seed: -9223372036854775809 is not possible"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_numbers_that_are_not_possible(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, argv: list[str], message: str
+) -> None:
+    pipe(monkeypatch, PROMPT)
+    assert main([command, "--target", "zoo:target", "--max-new-tokens", "4", *argv]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"assisted: error: {message}")
+
+
+@pytest.mark.parametrize(("command", "name"), [("generate", "prompt"), ("chat", "message")])
+def test_bytes_that_are_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
+) -> None:
+    """Python keeps such bytes of an argument, and of standard input in some locales, as halves of surrogate pairs."""
+    pipe(monkeypatch, "a\udcff")
+    assert main([command, "--target", "zoo:target", "--max-new-tokens", "4"]) == 2
+    assert (
+        f"assisted: error: {name}: it is not UTF-8 (surrogates not allowed at character 1)" in capsys.readouterr().err
+    )
+
+
+def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "zoo:target", "--port", "99999"]) == 2
+    assert "assisted: error: port: 99999 is none" in capsys.readouterr().err
+
+
 # chat
 
 CHAT = ["chat", "--target", "zoo:target", "--max-new-tokens", "12"]

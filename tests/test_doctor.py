@@ -283,6 +283,8 @@ def test_prompts_of_a_callers_text(tmp_path: Path) -> None:
         ({"new_tokens": 4}, "new_tokens: 4 is too few"),
         ({"longest": 1}, "longest: 1 is too few"),
         ({"temperature": -1.0}, "temperature: -1"),
+        ({"temperature": float("nan")}, "temperature: nan"),
+        ({"temperature": 1e-300}, "temperature: 1e-300"),
         ({"seconds": 0.0}, "seconds: 0"),
         ({"contexts": (0,)}, "contexts: 0 tokens"),
     ],

@@ -1,11 +1,12 @@
 """Sampling: the distribution of the output is the target's own, by chi-square over whole sequences."""
 
 import itertools
+import math
 
 import pytest
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM
 
@@ -114,6 +115,40 @@ def test_batches_follow_the_targets_distribution(pair, setting):
     sequences = [model.generate(PROMPT, draft_length=length, **many, **kwargs) for length in (2, "confidence")]
     assert 0 < model.totals.accepted < model.totals.drafted
     assert p_value(counts(torch.cat(sequences)), exact_distribution(target, **kwargs)) > ALPHA
+
+
+@pytest.mark.parametrize("assisted", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (1e-300, 5e-324, 1e-31, math.inf, -1.0, math.nan)),
+        *(
+            (name, math.nan)
+            for name in ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty")
+        ),
+    ],
+)
+def test_settings_without_a_distribution_are_named(pair, name, value, assisted):
+    model = pair[1]
+    for given in ({name: value}, {"generation_config": GenerationConfig(**{name: 0.5, "do_sample": True})}):
+        if "generation_config" in given:
+            setattr(given["generation_config"], name, value)
+        with pytest.raises(ValueError, match=name):
+            model.generate(PROMPT, max_new_tokens=2, do_sample=True, assisted=assisted, **given)
+        if assisted:
+            with pytest.raises(ValueError, match=name):
+                list(model.generate_many([PROMPT[0]], max_new_tokens=2, do_sample=True, **given))
+    # what has no effect is no error
+    model.generate(PROMPT, max_new_tokens=2, do_sample=False, assisted=assisted, **{name: value} if value > 0 else {})
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e3, 1e38])
+def test_temperatures_at_the_ends_of_their_range(pair, temperature):
+    target, model = pair
+    made = model.generate(PROMPT, max_new_tokens=4, do_sample=True, temperature=temperature, draft_length=2)
+    assert made.shape[1] > PROMPT.shape[1]
+    if temperature < 1:  # the top-1 token has all of the probability
+        assert torch.equal(made, target.generate(PROMPT, max_new_tokens=4, do_sample=False))
 
 
 def test_an_unknown_processor_follows_the_distribution_in_step(pair):

@@ -195,7 +195,8 @@ NOT_NUMBERS: list[Any] = ["1", [1], {}, True, float("nan"), float("inf"), float(
 NOT_WHOLE = [*NOT_NUMBERS, 1.5, 1e300]
 NOT_TEXTS: list[Any] = [3, True, {}, NESTED, HALF, f"a{HALF}"]
 HOSTILE: dict[str, list[Any]] = {
-    **{name: [*NOT_NUMBERS, -1e-300, -1] for name in ("temperature", "top_p", "min_p")},
+    **{name: [*NOT_NUMBERS, -1e-300, -1] for name in ("top_p", "min_p")},
+    "temperature": [*NOT_NUMBERS, -1, -1e-300, 1e-300, 5e-324, 1001],
     **{name: [*NOT_WHOLE, 0, -1] for name in ("max_tokens", "max_completion_tokens")},
     **{"top_k": [*NOT_WHOLE, -2, 2**31], "seed": [*NOT_WHOLE, 2**64, -(2**63) - 1]},
     **{"draft_length": [*NOT_WHOLE, 0, -1], "logprobs": [*NOT_WHOLE, 2, -1]},

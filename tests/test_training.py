@@ -334,6 +334,8 @@ def test_a_save_that_is_interrupted_costs_nothing(tmp_path, monkeypatch):
     [
         ({"steps": 0}, "steps: 0"),
         ({"batch": -1}, "batch: -1"),
+        ({"steps": 1, "seed": -1}, "seed: -1"),
+        ({"steps": 1, "seed": 10**23}, "seed: 1"),
         ({"steps": 1, "optimizer": "sgd"}, "optimizer: 'sgd' is not known; one of adamw, muon"),
         ({"steps": 1, "warmup": 0.7, "cooldown": 0.7}, "warmup, cooldown: 0.7 and 0.7"),
     ],

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..distribution import require_seed, require_temperature
 from ..drafts import DraftingStopped
 from ..engine.split import timed
 from ..engine.traits import Traits
@@ -52,8 +53,8 @@ class Rules:
         for name in ("new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is nothing to measure; give 1 or more")
-        if self.temperature < 0:
-            raise ValueError(f"temperature: {self.temperature} is not possible; give 0 or more")
+        require_temperature(self.temperature)
+        require_seed(self.seed, 32)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: {self.top_p} is no probability; give more than 0 and at most 1")
         if self.temperature == 0 and self.top_p < 1:

@@ -127,10 +127,13 @@ def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from ..chat import require_text
+
     model = _load(args)
     if args.prompt == "-" and sys.stdin.isatty():
         print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    require_text("prompt", prompt)
     inputs = model.tokenizer(prompt, return_tensors="pt").to(model.target.device)
     ids = inputs.input_ids.long()  # of an empty text they would be floats
     output = model.generate(
@@ -243,10 +246,14 @@ def _load(args: argparse.Namespace, target: str | None = None, draft: str | None
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `generate`. Raises ValueError for those that have no effect at temperature 0."""
+    """The arguments of `generate`. Raises ValueError for those that are not possible, or have no effect at temperature 0."""
     import torch
 
+    from ..distribution import require_seed, require_temperature
+
+    require_temperature(args.temperature)
     if args.seed is not None:
+        require_seed(args.seed)
         torch.manual_seed(args.seed)
     common = {"assisted": not args.plain}
     chosen = {name: value for name in ("top_p", "top_k") if (value := getattr(args, name)) is not None}

@@ -37,6 +37,8 @@ def _serve(args: argparse.Namespace) -> None:
     from ..modeling import AssistedModelForCausalLM
     from ..serving import Server
 
+    if not 0 <= args.port < 2**16:
+        raise ValueError(f"port: {args.port} is none; give 1 to {2**16 - 1}, or 0 for any free one")
     use_threads(args.threads)
     options = loading(args)
     pool = SessionPool(args.keep * 2**20) if args.keep > 0 else None

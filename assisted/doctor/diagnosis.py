@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..bench.statistics import Interval
+from ..distribution import require_temperature
 from .comparison import Comparison
 from .forecast import Expected
 from .passes import Memory, PassTimes
@@ -36,8 +37,7 @@ class Settings:
         for name, least in (("prompts", 1), ("new_tokens", 8), ("longest", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} is too few to measure; give {least} or more")
-        if self.temperature < 0:
-            raise ValueError(f"temperature: {self.temperature} is not possible; give 0 or more")
+        require_temperature(self.temperature)
         if not self.seconds > 0:
             raise ValueError(f"seconds: {self.seconds} is not possible; give more than 0")
         for context in self.contexts or ():

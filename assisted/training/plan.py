@@ -59,6 +59,8 @@ class Plan:
         require_positive(self, "steps", "context", "evaluate_rows", "checkpoint_every")
         if self.batch < 0:
             raise ValueError(f"batch: {self.batch} is less than 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed: {self.seed} is not possible; give 0 to {2**32 - 1}")
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"optimizer: {self.optimizer!r} is not known; one of adamw, muon")
         if not (0 <= self.warmup <= 1 and 0 <= self.cooldown <= 1 and self.warmup + self.cooldown <= 1):

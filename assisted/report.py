@@ -56,8 +56,8 @@ class Report:
             calls and `generate_many`.
         draft: what drafted in the last call, if the call named it (`assistant_model`, `prompt_lookup_num_tokens`); None for the
             pair's own draft.
-        warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed. Those
-            that cost the drafts were also given as Python warnings.
+        warnings: what failed and cost only speed: a draft, a capture, a faster form of a model whose output differed, kernels
+            in C that are not here. Those that cost the drafts were also given as Python warnings, and so were the kernels once.
     """
 
     new_tokens: int = 0

@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -468,6 +469,24 @@ def test_chat_has_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert captured.out == ""
     assert captured.err.count("/reset starts a new conversation") == 2
     assert "/rest is no command" in captured.err
+
+
+def test_chat_says_what_it_lacks_before_the_first_turn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare = chat.Conversation.prepare
+
+    def warning(self: Any, **kwargs: Any) -> None:
+        prepare(self, **kwargs)
+        for _ in range(2):
+            warnings.warn("The kernels in C do not run here", stacklevel=1)
+
+    monkeypatch.setattr(chat.Conversation, "prepare", warning)
+    pipe(monkeypatch, "/quit\n")
+    sys.stdin.isatty = lambda: True  # type: ignore[method-assign]
+    assert main(CHAT) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("zoo:target, drafted by suffix.") and lines[1:] == ["The kernels in C do not run here"]
 
 
 def test_chat_compares_with_the_same_turn_without_drafts() -> None:

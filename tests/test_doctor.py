@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from assisted.doctor.forecast import (
 )
 from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
 from assisted.doctor.trials import Trials, starts
-from assisted.fast import fused
+from assisted.fast import fused, native
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never
 
@@ -430,6 +431,18 @@ def test_examined() -> None:
     again = json.loads(json.dumps(found.to_dict()))
     assert again["drafts"][0]["draft"] == "half"
     assert "Draft half" in told(found)
+
+
+def test_kernels_that_are_not_here_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found; install one"))
+    target = build(BY_NAME["llama"])
+    settings = Settings(prompts=1, new_tokens=8, longest=2, seconds=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = examine(target, {"half": half_right(target), "suffix": "suffix"}, tokenizer(), __file__, settings)
+    assert found.lacking == (f"kernels in C ({native.COST}, because no C compiler was found; install one)",)
+    assert not any(one.warned for one in found.drafts)
+    assert " ".join(told(found).split()).count("no C compiler was found") == 1
 
 
 def test_sampled() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -508,22 +511,144 @@ def test_taps_keep_the_layers_of_one_call() -> None:
         assert one.prepared.taps[end].hidden.shape[1] == 3
 
 
-@pytest.mark.parametrize("setting", ["off", "no compiler", "a broken compiler", "a folder that cannot be written"])
-def test_without_kernels_everything_runs_and_says_why(setting: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "ASSISTED_KERNELS": str(tmp_path)}
-    if setting == "off":
-        environment["ASSISTED_KERNELS"] = "0"
-    elif setting == "no compiler":
-        environment |= {"PATH": str(tmp_path), "CC": ""}
-    elif setting == "a broken compiler":
-        environment["CC"] = "false"
-    else:
+ALONE = """
+import json, sys, warnings
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from assisted import AssistedModelForCausalLM
+from assisted.fast import native
+told, config = [], LlamaConfig(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_hidden_layers=1, vocab_size=99)
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    for dtype in (torch.bfloat16, torch.float32):
+        model = LlamaForCausalLM(config).to(dtype).eval()
+        for fast in ("eager", "auto", "auto"):
+            pair = AssistedModelForCausalLM.from_models(model, draft="suffix", fast=fast)
+            pair.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+            told.append(list(pair.report.warnings))
+print(json.dumps([native.loaded()[1], told, [str(one.message) for one in seen]]))
+"""
+
+
+@pytest.mark.parametrize("setting", ["no compiler", "off", "no folder"])
+def test_whoever_lacks_kernels_is_warned_once(setting: str, tmp_path: Path) -> None:
+    given = {"no compiler": {"PATH": "", "CC": ""}, "off": {native.VARIABLE: "0"}}.get(setting, {})
+    if setting == "no folder":  # the first one can't be, and the second one may be everybody's
+        (tmp_path / f"assisted-{os.getuid()}").mkdir()
+        (tmp_path / f"assisted-{os.getuid()}").chmod(0o777)
         (tmp_path / "file").write_text("")
-        environment["ASSISTED_KERNELS"] = str(tmp_path / "file" / "folder")
-    program = "from assisted.fast import native; import torch; print(native.is_available(), native.loaded()[1])"
-    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    available, reason = found.stdout.strip().split(" ", 1)
-    assert available == "False" and reason
+        given = {native.VARIABLE: str(tmp_path / "file" / "folder"), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, **given}
+    run = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=True)
+    reason, told, warned = json.loads(run.stdout.splitlines()[-1])
+    about = [one for one in warned if one.startswith(native.LACKING)]
+    if setting == "off":
+        assert reason == "ASSISTED_KERNELS is 0" and not about and not any(told)
+    else:
+        assert len(about) == 1 and about[0].startswith(
+            f"{native.LACKING}, so {native.COST}: {reason}. {native.VARIABLE}=0 "
+        )
+        assert told == [[], about, about] * 2  # nothing for those that are eager
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Nothing is loaded, compiled or failed yet. The folder of temporary files."""
+    monkeypatch.setattr(native, "too_slow", set())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(native.VARIABLE, str(tmp_path / "kept"))
+    native.loaded.cache_clear()
+    yield tmp_path
+    native.loaded.cache_clear()
+
+
+WITHOUT: dict[str, tuple[dict[str, str], str]] = {
+    "no compiler": (
+        {"PATH": "", "CC": ""},
+        "no C compiler was found; install a C compiler (Debian and Ubuntu: apt install gcc",
+    ),
+    "no such compiler": ({"CC": "nowhere-cc -O1"}, "CC names nowhere-cc -O1, which is not here; install"),
+    "a broken compiler": ({"CC": "false"}, "false failed (Command"),
+    "one that says why": (
+        {"CC": "SCRIPT"},
+        "SCRIPT failed (a.c:1: fatal error: stdlib.h: No such file); install a C compiler",
+    ),
+    "a slow compiler": ({"seconds": "0.001"}, "took longer than 0.001 s; the next process tries it again"),
+    "another system": ({"system": "Darwin"}, "they are for Linux on x86-64, and this is Darwin on"),
+    "another processor": ({"machine": "aarch64"}, "they are for Linux on x86-64, and this is Linux on aarch64"),
+    "an old processor": ({"flags": ""}, "they need AVX2 or AVX512, which this processor does not have"),
+}
+
+
+@pytest.mark.parametrize("setting", WITHOUT)
+def test_why_there_are_no_kernels(setting: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, why = WITHOUT[setting]
+    script, calls = anew / "cc", []
+    script.write_text(
+        "#!/bin/sh\necho 'a.c:1: fatal error: stdlib.h: No such file' >&2; echo compilation terminated. >&2; exit 1"
+    )
+    script.chmod(0o755)
+    for name in given.keys() & {"PATH", "CC"}:
+        monkeypatch.setenv(name, given[name].replace("SCRIPT", str(script)))
+    for name in given.keys() & {"system", "machine"}:
+        monkeypatch.setattr(native.platform, name, lambda value=given[name]: value)
+    if "flags" in given:
+        monkeypatch.setattr(native, "processor_flags", set)
+    if "seconds" in given:
+        monkeypatch.setattr(native, "SECONDS", float(given["seconds"]))
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **more: (calls.append(args), run(*args, **more))[1])
+    for dtype in native.DTYPES:
+        library, reason = native.loaded(dtype)
+        assert library is None and why.replace("SCRIPT", str(script)) in reason, reason
+    if setting == "a slow compiler":  # a process waits for it once
+        assert len(calls) == 1 and not list((anew / "kept").iterdir())
+
+
+@needed
+@pytest.mark.parametrize("setting", ["a file in the way", "no home"])
+def test_where_the_folder_cannot_be_written_another_one_is_taken(
+    setting: str, anew: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (anew / "file").write_text("")
+    monkeypatch.setenv(native.VARIABLE, str(anew / "file" / "folder"))
+    if setting == "no home":
+        for name, value in ((native.VARIABLE, ""), ("XDG_CACHE_HOME", ""), ("HOME", "/proc/nowhere")):
+            monkeypatch.setenv(name, value)
+    flags, own = ("-O0", "-shared", "-fPIC", "-fopenmp", "-mavx2", "-mfma"), anew / f"assisted-{os.getuid()}"
+    assert native.compiled("native.c", flags)[1] == "" and native.folder() == own
+    (file,) = own.glob("native-*.so")
+    assert own.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o755
+    # nothing is loaded from where others may have put it, and nothing is compiled into it
+    own.chmod(0o777)
+    assert (
+        f"{own} is not a folder of this user alone); name one in {native.VARIABLE}"
+        in native.compiled("native.c", flags)[1]
+    )
+    own.rename(anew / "elsewhere")
+    (anew / "elsewhere").chmod(0o700)
+    own.symlink_to(anew / "elsewhere")
+    assert f"{own} is not a folder of this user alone" in native.compiled("native.c", flags)[1]
+
+
+@needed
+def test_a_library_that_others_can_write_is_compiled_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(native.VARIABLE, str(tmp_path))
+    flags = ("-O0", "-shared", "-fPIC", "-fopenmp", "-mavx2", "-mfma")
+    assert native.compiled("native.c", flags)[1] == ""
+    (file,) = tmp_path.glob("native-*.so")
+    file.write_bytes(b"no library")
+    file.chmod(0o777)
+    assert native.compiled("native.c", flags)[1] == "" and file.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_model_without_use_for_kernels_lacks_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "no C compiler was found"))
+    model = built("grouped")
+    assert fused.why_not_in_c(model, False) == "no C compiler was found" == fused.why_not_in_c(model.half(), True)
+    assert fused.why_not_in_c(model.half(), False) == "" == fused.why_not_in_c(model.double(), False)
+    narrow = LlamaForCausalLM(LlamaConfig(hidden_size=40, intermediate_size=72, num_attention_heads=2, **SIZES))
+    assert fused.why_not_in_c(narrow, False) == "" == fused.why_not_in_c(built("grouped").to("meta"), False)
 
 
 @needed

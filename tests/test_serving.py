@@ -414,7 +414,7 @@ def answered(client: socket.socket) -> tuple[int, str]:
 def test_a_request_that_never_comes_whole_ends(
     server: Server, monkeypatch: pytest.MonkeyPatch, written: bytes, status: int, message: str
 ) -> None:
-    monkeypatch.setattr("assisted.serving.server._COMES", 0.2)
+    monkeypatch.setattr(server, "arrives_in", 0.2)
     slow = connected(server, written)
     assert asked(server, "/v1/completions", TEXT)["choices"]  # it holds nobody up
     found, text = answered(slow)
@@ -423,8 +423,8 @@ def test_a_request_that_never_comes_whole_ends(
 
 def test_a_request_that_trickles_in_ends(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A time limit for each byte would never be reached."""
-    monkeypatch.setattr("assisted.serving.server._COMES", 0.5)
-    monkeypatch.setattr("assisted.serving.server._DRAINS", 0)
+    monkeypatch.setattr(server, "arrives_in", 0.5)
+    monkeypatch.setattr(server, "drains_for", 0)
     for written in (b"GET /health HTTP/1.1\r\n", request(TEXT)[:-50]):
         slow = connected(server, written)
         slow.settimeout(0.02)
@@ -475,7 +475,7 @@ LONG = {**TEXT, "max_tokens": 900, "temperature": 1.0, "top_k": 0, "draft": "zoo
 def test_a_client_that_leaves_ends_its_call(
     server: Server, model: Any, stream: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("assisted.serving.server._LOOKS", 0.02)
+    monkeypatch.setattr(server, "looks_every", 0.02)
     passes: list[Any] = []
     waits, goes_on = threading.Event(), threading.Event()
 
@@ -501,12 +501,12 @@ def test_a_client_that_leaves_ends_its_call(
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "name", "target" + "x" * 20000)  # large events fill the system's buffers sooner
-    endless = {"prompt": "def a", "max_tokens": 900, "temperature": 0, "stream": True}
+    monkeypatch.setattr(server, "name", "target" + "x" * 100000)  # large events fill the system's buffers sooner
+    endless = {"prompt": "def a", "max_tokens": 99, "temperature": 0, "stream": True}
     known = sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
     clients = [connected(server, request(endless), 2048) for _ in range(2)]
     assert asked(server, "/v1/completions", TEXT)["choices"]
-    monkeypatch.setattr("assisted.serving.server._TAKES", 0.1)
+    monkeypatch.setattr(server, "takes_in", 0.1)
     clients.append(connected(server, request(endless), 2048))
     until_logged(server, 499, known + 1)  # the last one does not take a piece in time
     for client in clients:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,10 @@ def _chat(args: argparse.Namespace) -> None:
     sampling = _sampling(args)
     if sys.stdin.isatty():
         _note(f"{args.target}, drafted by {args.draft or model.spec.name}. /help lists the commands.")
-        with Loading():
+        with Loading(), warnings.catch_warnings(record=True) as caught:
             conversation.prepare(**sampling)
+        for told in dict.fromkeys(str(one.message) for one in caught):
+            _note(told)
     for message in _lines():
         if message == "/quit":
             break

@@ -23,6 +23,7 @@ from ..engine.libraries import lost
 from ..engine.traits import Traits
 from ..engine.trust import trust
 from ..fast import native
+from ..fast.fused import why_not_in_c
 from ..fast.low_bit import LowBitLinear
 from ..lengths.base import Costs
 from ..modeling import AssistedModelForCausalLM
@@ -134,9 +135,9 @@ def _way(target: PreTrainedModel) -> str | None:
 
 
 def _kernels(target: PreTrainedModel) -> dict[str, str]:
-    """What the kernels in C cost that a target on a CPU could use, but that are not here."""
-    why = native.loaded(target.dtype)[1] if target.device.type == "cpu" and target.dtype in native.DTYPES else ""
-    return {"kernels in C": f"{why}: forward passes over several tokens take longer"} if why else {}
+    """What it costs that kernels in C are not here in which a target on a CPU could run."""
+    why = why_not_in_c(target, any(isinstance(module, LowBitLinear) for module in target.modules()))
+    return {"kernels in C": f"{native.COST}, because {why}"} if why else {}
 
 
 def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:

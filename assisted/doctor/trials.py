@@ -18,6 +18,7 @@ from ..bench.methods import plain
 from ..bench.protocol import Rules, gave_up
 from ..drafters import ModelDrafter
 from ..engine.traits import Traits
+from ..fast import native
 from ..lengths.cost_model import COLUMN, Costs, Timings
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
@@ -131,7 +132,8 @@ class Trials:
         best = min(
             range(1, settings.longest + 1), key=lambda length: expect(drafts, length, 1.0).milliseconds_per_token
         )
-        warned = "; ".join(dict.fromkeys([*gave_up(caught), *model.totals.warnings])) or None
+        told = [one for one in model.totals.warnings if not one.startswith(native.LACKING)]  # the report's head says it
+        warned = "; ".join(dict.fromkeys([*gave_up(caught), *told])) or None
         return Found(model, policy.calls, drafts, best, comparison, prompt_seconds, warned)
 
     def race(self, found: Mapping[str, Found], progress: Progress) -> tuple[str, dict[str, Run]]:

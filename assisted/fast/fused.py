@@ -84,11 +84,31 @@ def prepare(
         made = fuse(model, trusted)
     else:
         made = PreparedModule(model, is_own=trusted.is_own)
+    could = settings.mode == "auto" and (made.copied or made.low_bit_bytes)
+    if could and (told := native.lacking(why_not_in_c(model, made.low_bit_bytes > 0))) is not None:
+        settings.note(told)
     settings.read = None  # whatever runs from here on may change weights
     if made.warning is not None:
         settings.note(made.warning)
     settings.spent_once += time.perf_counter() - began
     return made
+
+
+def why_not_in_c(model: PreTrainedModel, in_low_bits: bool) -> str:
+    """Why a model whose weights may be copied does not run in C; empty if it does, or could not anywhere.
+
+    in_low_bits: it has weights of 8 or 4 bits.
+    """
+    dtype = LOW_BIT_DTYPE if in_low_bits else model.dtype
+    if model.device.type != "cpu" or dtype not in native.DTYPES:
+        return ""
+    layers = layers_of(model) if dtype == torch.float32 else None
+    is_delta = layers is not None and _is_hybrid(layers)
+    reason: str = (delta.loaded() if is_delta else native.loaded(dtype))[1]
+    if not reason or in_low_bits:
+        return reason
+    fits = (type(module) is nn.Linear and module.in_features % native.GROUP == 0 for module in model.modules())
+    return reason if any(fits) else ""
 
 
 def with_same_bits(prepared: PreparedModule) -> PreparedModule:

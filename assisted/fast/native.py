@@ -14,10 +14,12 @@ import mmap
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
@@ -33,6 +35,13 @@ from .structs import OF_NATIVE, End, Layer, Pass, Product, pointer, pointers, re
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
 user's cache folder."""
+_CHOSEN = f"{VARIABLE} is 0"
+COST = "decoding takes 1.3 to 7 times as long, as measured with two small models"
+LACKING = "The kernels in C do not run here"
+_COMPILER = (
+    "a C compiler (Debian and Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc; conda: conda install -c conda-forge "
+    "c-compiler, and activate the environment again)"
+)
 DTYPES = torch.bfloat16, torch.float32
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
 OUTPUTS = 32  # outputs are padded to a multiple
@@ -53,26 +62,73 @@ PROCESSORS: tuple[tuple[str, ...], ...] = (
     ("avx2", "fma", "avx_vnni"),
     ("avx2", "fma"),
 )  # what they can do, as Linux names it; the first that fits
-_SECONDS = 120  # for the compiler
+SECONDS = 120  # for the compiler
 _TRIALS = 5  # of a product, whose shortest time counts
 _ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
+too_slow: set[str] = set()  # compilers of which this process expects nothing more
+_has_warned = False
 
 
 def folder() -> Path:
-    """The folder that keeps compiled code."""
+    """The folder that keeps compiled code: the first of `_folders` that can be written. Raises OSError if none can."""
+    reasons = []
+    for place in _folders():
+        try:
+            return _opened(place)
+        except OSError as error:
+            reasons.append(str(error))
+    raise OSError("; ".join(reasons))
+
+
+def _folders() -> list[Path]:
+    """The folder that is named, else one in the user's cache; and one of this user among temporary files."""
     where = os.environ.get(VARIABLE, "0")
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "assisted"
-    return own if where in ("", "0") else Path(where)
+    found = [] if where in ("", "0") else [Path(where)]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        found = found or [Path(cache) / "assisted"]
+    return [*found, _temporary()]
+
+
+def _temporary() -> Path:
+    """This user's folder among temporary files."""
+    return Path(tempfile.gettempdir()) / f"assisted-{os.getuid()}"
+
+
+def _opened(place: Path) -> Path:
+    """A folder that this user can write. Raises OSError for another one, and for one among temporary files, where everybody
+    makes folders, that is not this user's alone: its libraries are run."""
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if place == _temporary():
+        about = place.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{place} is not a folder of this user alone")
+    if not os.access(place, os.W_OK):
+        raise PermissionError(f"{place} cannot be written")
+    return place
+
+
+def lacking(reason: str) -> str | None:
+    """What to tell the user of a model that could run in C. reason: why it does not, of `loaded`. None if it does, or if the
+    user has chosen that. The first time in a process, it is a Python warning, too."""
+    global _has_warned
+    if reason in ("", _CHOSEN):
+        return None
+    told = f"{LACKING}, so {COST}: {reason}. {VARIABLE}=0 chooses that, without this warning."
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(told, stacklevel=2)
+    return told
 
 
 @functools.cache
 def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     """The library compiled for numbers of a dtype, bfloat16 or float32, and an empty string; or None and why there is none."""
     if os.environ.get(VARIABLE, "") == "0":
-        return None, f"{VARIABLE} is 0"
+        return None, _CHOSEN
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
-        return None, "it is for Linux on x86-64"
-    known, reason = processor_flags(), "this processor has neither AVX512 nor AVX2"
+        return None, f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    known, reason = processor_flags(), "they need AVX2 or AVX512, which this processor does not have"
     found: list[Any] = []
     for names in PROCESSORS:
         if not known.issuperset(names):
@@ -168,31 +224,54 @@ def _cpuinfo() -> str:
 def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
     """A file in C beside this one as a library, compiled once, and an empty string; or None and why there is none."""
     if os.environ.get(VARIABLE, "") == "0":
-        return None, f"{VARIABLE} is 0"
+        return None, _CHOSEN
     if platform.system() != "Linux":
-        return None, "it is for Linux"
+        return None, f"they are for Linux, and this is {platform.system()}"
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        return None, "no C compiler was found"
+        return None, f"no C compiler was found; install {_COMPILER}"
+    if shutil.which(compiler.split()[0]) is None:
+        return None, f"CC names {compiler}, which is not here; install {_COMPILER}, and leave CC out"
     source = Path(__file__).with_name(name)
     text = b"".join(part.read_bytes() for part in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256(text + " ".join((compiler, *flags)).encode()).hexdigest()[:16]
-    try:
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = folder() / f"{source.stem}-{key}.so"
-        if not file.is_file() or file.stat().st_uid != os.getuid():
-            _compile([*compiler.split(), *flags, str(source), "-lm"], file)
-        return ctypes.CDLL(str(file)), ""
-    except subprocess.CalledProcessError as error:
-        return None, f"{compiler} failed: {error.stderr.strip().splitlines()[-1] if error.stderr.strip() else error}"
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        return None, f"{type(error).__name__}: {error}"
+    reasons = []
+    for place in _folders():
+        try:
+            return _kept(compiler, [*flags, str(source), "-lm"], place / f"{source.stem}-{key}.so"), ""
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.strip().splitlines() or [str(error)]
+            line = next((line for line in said if "error" in line), said[-1])
+            return None, f"{compiler} failed ({line}); install {_COMPILER}"
+        except subprocess.TimeoutExpired:
+            too_slow.add(compiler)
+            return None, f"{compiler} took longer than {SECONDS} s; the next process tries it again"
+        except OSError as error:
+            reasons.append(str(error))
+    return None, f"no folder keeps what is compiled ({'; '.join(reasons)}); name one in {VARIABLE} that can be written"
 
 
-def _compile(command: list[str], file: Path) -> None:
+def _kept(compiler: str, given: list[str], file: Path) -> Any:
+    """A library that this user has compiled, or root for all users; else it is compiled now."""
+    is_safe = False
+    with contextlib.suppress(OSError):
+        about = file.stat()
+        is_safe = about.st_uid in (0, os.getuid()) and not about.st_mode & 0o022
+    if not is_safe or file.parent == _temporary():
+        _opened(file.parent)
+    if not is_safe:
+        _compile(compiler, given, file)
+    return ctypes.CDLL(str(file))
+
+
+def _compile(compiler: str, given: list[str], file: Path) -> None:
+    if compiler in too_slow:
+        raise subprocess.TimeoutExpired(compiler, SECONDS)
     with tempfile.TemporaryDirectory(prefix=f"{file.name}.", dir=file.parent) as folder:
-        partial = Path(folder, file.name)
-        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, timeout=_SECONDS)
+        partial, own = Path(folder, file.name), {**os.environ, "TMPDIR": folder}  # for the compiler's files
+        command = [*compiler.split(), *given, "-o", str(partial)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=own)
+        partial.chmod(0o755)
         partial.replace(file)  # another process loads the whole file or none
 
 

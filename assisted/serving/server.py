@@ -29,10 +29,6 @@ __all__ = ["Pieces", "Refused", "Server"]
 
 NO_DRAFT = "none"
 _MOST = 2**24  # bytes of a request
-_COMES = 60.0  # seconds within which a request must be here
-_TAKES = 30.0  # seconds within which a client must take a piece of its answer
-_LOOKS = 0.5  # seconds after which a request that waits looks whether its client is still there
-_DRAINS = 5.0  # seconds for which a client may go on sending after its answer
 _LEFT = "the client has left"
 
 
@@ -97,9 +93,16 @@ class Server(ThreadingHTTPServer):
         address: host and port; port 0 takes any free one.
         log: called with a dictionary for each request.
 
+    Attributes, all in seconds:
+        arrives_in: within which a request must be here.
+        takes_in: within which a client must take a piece of its answer.
+        looks_every: after which a request that waits looks whether its client is still there.
+        drains_for: for which a client may go on sending after its answer.
+
     Raises ValueError if there is no pair, or no tokenizer.
     """
 
+    arrives_in, takes_in, looks_every, drains_for = 60.0, 30.0, 0.5, 5.0
     daemon_threads = True
     request_queue_size = 128
 
@@ -218,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.began = time.perf_counter()
-        self.timer = threading.Timer(_COMES, self._stop_reading)
+        self.timer = threading.Timer(self.server.arrives_in, self._stop_reading)
         self.timer.daemon = True
         self.timer.start()
 
@@ -229,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         self.timer.cancel()
         super().finish()
-        until = time.monotonic() + _DRAINS
+        until = time.monotonic() + self.server.drains_for
         with contextlib.suppress(OSError):  # a socket closed with unread bytes takes back an answer that is on its way
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(1)
@@ -295,7 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(length))
         self.timer.cancel()
         if len(data) < int(length):
-            when = f" within {_COMES:g} s" if self.is_late else ""
+            when = f" within {self.server.arrives_in:g} s" if self.is_late else ""
             raise Refused(
                 f"Content-Length: of {length} bytes, {len(data)} have come{when}", 408 if self.is_late else 400
             )
@@ -318,7 +321,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             while True:
                 try:
-                    part = parts.get(timeout=_LOOKS)
+                    part = parts.get(timeout=self.server.looks_every)
                 except queue.Empty:
                     self._require_client()
                     continue
@@ -358,13 +361,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._log(status, logged or {})
 
     def _head(self, status: int, kind: str) -> None:
-        self.connection.settimeout(_TAKES)
+        self.connection.settimeout(self.server.takes_in)
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.end_headers()
 
     def _event(self, text: str) -> None:
-        self.connection.settimeout(_TAKES)
+        self.connection.settimeout(self.server.takes_in)
         self.wfile.write(b"data: %b\n\n" % text.encode())
 
     def _log(self, status: int, about: Mapping[str, Any]) -> None:

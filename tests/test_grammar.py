@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from transformers.generation import BaseStreamer
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
-from assisted import AssistedModelForCausalLM, Combined, DraftTree, Suffix
+from assisted import AssistedModelForCausalLM, Combined, DraftTree, SessionPool, Suffix
 from assisted.distribution import Distribution
 from assisted.drafters.grammar import FEW, Guesses
 from assisted.grammars import GrammarProcessor, Matcher, PrefixProcessor
@@ -135,6 +136,12 @@ def test_a_processor_in_use_or_of_another_class_is_not_recognised():
 def test_what_make_returns_must_be_a_matcher():
     with pytest.raises(ValueError, match=r"make: object is not a matcher.*llguidance"):
         GrammarProcessor(object)(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 4))
+
+
+def test_rows_do_not_share_a_matcher():
+    matcher = Brackets()
+    with pytest.raises(ValueError, match="make: two rows of the batch got the same matcher"):
+        generate(pair()[1], rows=2, logits_processor=[GrammarProcessor(lambda: matcher)])
 
 
 # --- greedy text
@@ -563,11 +570,11 @@ def xgrammar_hf(model):
     return lambda: hf.LogitsProcessor(grammar)
 
 
-def xgrammar_matcher(model):
+def xgrammar_matcher(model, **options):
     xgrammar = pytest.importorskip("xgrammar")
     information = xgrammar.TokenizerInfo.from_huggingface(model.tokenizer, vocab_size=model.config.vocab_size)
     grammar = xgrammar.GrammarCompiler(information).compile_json_schema(SCHEMA)
-    return lambda: GrammarProcessor(lambda: xgrammar.GrammarMatcher(grammar))
+    return lambda: GrammarProcessor(lambda: xgrammar.GrammarMatcher(grammar, **options))
 
 
 def llguidance_matcher(model):
@@ -591,6 +598,7 @@ def outlines_backend(module, name):
 LIBRARIES = {
     "xgrammar": xgrammar_hf,
     "xgrammar's matcher": xgrammar_matcher,
+    "xgrammar's matcher, without a stop token": functools.partial(xgrammar_matcher, terminate_without_stop_token=True),
     "llguidance": llguidance_matcher,
     "outlines, outlines_core": outlines_backend("outlines_core", "OutlinesCoreBackend"),
     "outlines, xgrammar": outlines_backend("xgrammar", "XGrammarBackend"),
@@ -612,6 +620,67 @@ def test_processors_of_libraries(library, shipped):
         assert grammar_of(processor) is None  # it is in use
         text = shipped.tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text.lstrip().startswith("{")
+
+
+def _xgrammar_texts(model, texts, **options):
+    xgrammar = pytest.importorskip("xgrammar")
+    information = xgrammar.TokenizerInfo.from_huggingface(model.tokenizer, vocab_size=model.config.vocab_size)
+    grammar = " | ".join(map(json.dumps, texts)).join(("root ::= ", ""))
+    compiled = xgrammar.GrammarCompiler(information).compile_grammar(xgrammar.Grammar.from_ebnf(grammar))
+    return lambda: xgrammar.GrammarMatcher(compiled, **options)
+
+
+def _llguidance_texts(model, texts):
+    llguidance = pytest.importorskip("llguidance")
+    hf = pytest.importorskip("llguidance.hf")
+    tokens = hf.from_tokenizer(model.tokenizer, n_vocab=model.config.vocab_size)
+    grammar = " | ".join(map(json.dumps, texts)).join(("start: ", ""))
+    return lambda: llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_lark(grammar))
+
+
+def _outlines_core_texts(model, texts):
+    outlines_core = pytest.importorskip("outlines_core")
+    end, known = model.tokenizer.eos_token_id, {}
+    for token in range(1, model.config.vocab_size):
+        known.setdefault(model.tokenizer.decode([token]), []).append(token)
+    index = outlines_core.Index("|".join(map(re.escape, texts)), outlines_core.Vocabulary(end, known))
+    return lambda: outlines_core.Guide(index)
+
+
+WITH_TEXTS = {
+    "xgrammar": _xgrammar_texts,
+    "xgrammar, without a stop token": functools.partial(_xgrammar_texts, terminate_without_stop_token=True),
+    "llguidance": _llguidance_texts,
+    "outlines_core": _outlines_core_texts,
+}
+
+
+@pytest.mark.parametrize("texts", [("[1, 23]", "[4]", "[1, 23, 45, 67]"), ("",)], ids=["some", "empty"])
+@pytest.mark.parametrize("library", WITH_TEXTS)
+def test_the_text_ends_with_the_grammar(library, texts, shipped):
+    matcher, tokenizer, pool = WITH_TEXTS[library](shipped, texts), shipped.tokenizer, SessionPool()
+    for prompts, ends in ((PROMPTS[:1], 0), (PROMPTS, 0), (PROMPTS, None)):
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        call = {**inputs, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
+        plain = shipped.target.generate(**call, logits_processor=[GrammarProcessor(matcher)])
+        for more in ({}, {"sessions": pool}, {"draft_length": 3, "sessions": pool}, {"do_sample": True}):
+            found = shipped.generate(**{**call, **more}, logits_processor=[GrammarProcessor(matcher)])
+            new = found[:, inputs.input_ids.shape[1] :]
+            assert (new[:, -1] == 0).all()  # the end token, or a pad
+            assert new.shape[1] == 16 or ends is not None
+            assert set(tokenizer.batch_decode(new, skip_special_tokens=True)) <= set(texts)
+            assert "do_sample" in more or found.equal(plain)
+
+
+@pytest.mark.parametrize("options", [{}, {"terminate_without_stop_token": True}])
+def test_an_xgrammar_matcher_for_another_vocabulary_is_an_error(options, shipped):
+    xgrammar = pytest.importorskip("xgrammar")
+    size = shipped.config.vocab_size + 64
+    information = xgrammar.TokenizerInfo.from_huggingface(shipped.tokenizer, vocab_size=size)
+    grammar = xgrammar.GrammarCompiler(information).compile_json_schema(SCHEMA)
+    processor = GrammarProcessor(lambda: xgrammar.GrammarMatcher(grammar, **options))
+    with pytest.raises(ValueError, match=f"another size than the {size - 64} logits"):
+        shipped.generate(torch.tensor([[5, 6]]), max_new_tokens=4, logits_processor=[processor])
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

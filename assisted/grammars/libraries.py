@@ -11,36 +11,53 @@ from .matcher import Matcher, unpacked
 
 
 class XGrammar(Matcher):
-    """xgrammar.GrammarMatcher. After its stop token, xgrammar's processor repeats the mask that allowed it."""
+    """xgrammar.GrammarMatcher. After its stop token, xgrammar's processor repeats the mask that allowed it.
+
+    A matcher that terminates without a stop token reads none. Here, one must follow, because only that ends the text.
+    """
 
     open_ended = True  # xgrammar leaves the logits after its mask as they are
+    ended = False  # type: ignore[assignment]
 
     size: int | None = None  # that it was compiled for; None if that is the size of the logits
 
     def __init__(self, matcher: Any):
         self.matcher, self.last = matcher, 0
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.matcher.is_terminated())
+        self.unread = False  # whether the stop token followed a matcher that had terminated without it
 
     def allowed(self, size: int) -> torch.Tensor:
-        mask = torch.full((1, -(-(self.size or size) // 32)), -1, dtype=torch.int32)
-        if ended := self.ended:
+        size, terminated = self.size or size, self.matcher.is_terminated()
+        if terminated and (self.unread or not self.ended):
+            return torch.isin(torch.arange(size), torch.tensor(self.matcher.stop_token_ids))
+        mask = torch.full((1, -(-size // 32)), -1, dtype=torch.int32)
+        if terminated:
             self.matcher.rollback(1)
-        self.matcher.fill_next_token_bitmask(mask)
-        if ended:
+        try:
+            self.matcher.fill_next_token_bitmask(mask)
+        except RuntimeError as error:  # its own says how many words of 32 tokens it wants
+            raise ValueError(
+                f"make: this xgrammar.GrammarMatcher is for a vocabulary of another size than the {size} logits; give "
+                "vocab_size=model.config.vocab_size to TokenizerInfo.from_huggingface"
+            ) from error
+        if terminated:
             self.matcher.accept_token(self.last)
         return mask[0]
 
     def advance(self, token: int) -> bool:
+        if self.matcher.is_terminated():
+            self.ended = self.unread = token in self.matcher.stop_token_ids  # type: ignore[misc]
+            return self.ended
         if not self.matcher.accept_token(token):
             return False
         self.last = token
+        self.ended = token in self.matcher.stop_token_ids and self.matcher.is_terminated()  # type: ignore[misc]
         return True
 
     def rollback(self, count: int) -> None:
-        self.matcher.rollback(count)
+        count -= self.unread
+        self.ended = self.unread = False  # type: ignore[misc]
+        if count:
+            self.matcher.rollback(count)
 
 
 class LLGuidance(Matcher):

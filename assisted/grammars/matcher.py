@@ -96,7 +96,8 @@ class Place:
         if strict and not path and (mask is None or not bool(mask.any())):
             raise ValueError(
                 f"logits_processor: the grammar allows no token of this vocabulary after {self.committed} new tokens, so no "
-                "text satisfies it from there; check the grammar or schema, and that it was compiled for this tokenizer"
+                "text satisfies it from there; check the grammar or schema, and that it was compiled for this tokenizer and "
+                "knows its end token"
             )
         return mask
 

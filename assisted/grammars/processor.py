@@ -34,8 +34,9 @@ class GrammarProcessor(LogitsProcessor):
     Serves one call, like xgrammar's processors: make a new one for every call, or `reset` it.
 
     Args:
-        make: called once for each row of the batch. Returns an `llguidance.LLMatcher`, an `xgrammar.GrammarMatcher`, an
-            `outlines_core.Guide`, or a `Matcher` of your own, at its beginning.
+        make: called once for each row of the batch. Returns a new `llguidance.LLMatcher`, `xgrammar.GrammarMatcher`,
+            `outlines_core.Guide`, or `Matcher` of your own, at its beginning. An xgrammar matcher may terminate without a stop
+            token: then one must follow, so that the text ends there.
     """
 
     def __init__(self, make: Callable[[], Any]):
@@ -49,8 +50,13 @@ class GrammarProcessor(LogitsProcessor):
         self.length = 0  # tokens of the rows in the last call
 
     def begin(self, rows: int) -> None:
-        """Make the matchers. They start after the prompt."""
-        self.matchers = [self.make() for _ in range(rows)]
+        """Make the matchers. They start after the prompt. Raises ValueError if two rows get the same one."""
+        made = [self.make() for _ in range(rows)]
+        if len(set(map(id, made))) < rows:
+            raise ValueError(
+                "make: two rows of the batch got the same matcher; it is called once for each row, and must return a new one"
+            )
+        self.matchers = made
         self.rows = [Place(matcher_of(matcher)) for matcher in self.matchers]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,7 @@ WITH_FIGURES = (
     "plan",
     "products",
     "rollouts",
+    "schemas",
     "self_drafts",
     "sessions",
     "shipped_pair",
@@ -71,7 +72,7 @@ SECTIONS = {
     "howto/offload": [("offload", "offload")],
     "howto/plan": [("plan", "plan")],
     "howto/quantize": [("quality", "quality")],
-    "howto/tool-calls-and-json": [("grammar", "grammar")],
+    "howto/tool-calls-and-json": [("grammar", "grammar"), ("schemas", "schemas")],
     "howto/shrink-vocabulary": [("draft-vocabulary", "draft_vocabulary")],
     "integrations/handover": [("handover", "handover")],
     "methods/eagle": [

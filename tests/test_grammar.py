@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from assisted import AssistedModelForCausalLM, Combined, DraftTree, SessionPool, Suffix
 from assisted.distribution import Distribution
 from assisted.drafters.grammar import FEW, Guesses
-from assisted.grammars import GrammarProcessor, Matcher, PrefixProcessor
+from assisted.grammars import GrammarProcessor, Matcher, PrefixProcessor, check_schema
 from assisted.grammars.processor import Grammar, grammar_of
 from assisted.lengths.policies import Never
 
@@ -534,6 +535,33 @@ def test_sampled_texts_follow_the_targets_distribution(target, draft, length):
 
 def test_the_enumeration_is_a_distribution(target):
     assert sum(enumerated(target).values()) == pytest.approx(1)
+
+
+# --- schemas
+
+FIGURES = json.loads((Path(__file__).parent.parent / "benchmarks" / "schemas.json").read_text())
+
+
+@pytest.mark.parametrize("row", FIGURES["rows"], ids=lambda row: row["case"])
+def test_schemas_that_libraries_read_otherwise_are_named(row):
+    """What was measured with the libraries is what `check_schema` says, also within a larger schema."""
+    inside = {"type": "object", "properties": {"x": {"type": "array", "items": row["schema"]}}}
+    for library in FIGURES["about"]:
+        found = row[library]
+        differs = bool(found.get("forbids") or found.get("allows"))
+        if "error" not in found:
+            assert bool(check_schema(json.dumps(row["schema"]), library)) == differs
+            if row["case"] != "a number alone":
+                expected = [f"#/properties/x/items{said[1:]}" for said in check_schema(row["schema"], library)]
+                assert check_schema(inside, library) == expected
+
+
+def test_check_schema_names_its_arguments():
+    with pytest.raises(ValueError, match="library: 'outlines' is not known here"):
+        check_schema({}, "outlines")
+    with pytest.raises(ValueError, match="schema: a JSON object was expected, and this is 3"):
+        check_schema("3", "xgrammar")
+    assert check_schema({"enum": [{"maxItems": 2}], "default": {"required": ["a"]}}, "outlines-core") == []
 
 
 # --- libraries

@@ -2,5 +2,6 @@
 
 from .matcher import Matcher
 from .processor import GrammarProcessor, PrefixProcessor
+from .schemas import check_schema
 
-__all__ = ["GrammarProcessor", "Matcher", "PrefixProcessor"]
+__all__ = ["GrammarProcessor", "Matcher", "PrefixProcessor", "check_schema"]

@@ -30,7 +30,9 @@ def cell(finding: dict[str, Any]) -> str:
         observed, expected = figures["observed"][0], figures["expected"][0]
         of = f"p = {figures['p_value']:.2g}, {figures['tokens']} tokens, top-1 {observed:.1%} for {expected:.1%}"
     elif finding["check"] == "log probabilities":
-        of = f"{figures['most']:.2g}"
+        of = f"{figures['most']:.2g}" + (
+            f", {zeros} of {figures['tokens']} are 0" if (zeros := figures.get("zeros")) else ""
+        )
     else:
         tried = figures.get("texts", figures.get("answers"))
         of = f"{figures['equal'] if 'equal' in figures else tried - len(figures['wrong'])} of {tried}"

@@ -167,33 +167,47 @@ def served(answer: Any) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("form", ["vLLM", "llama.cpp", "OpenAI", "without tokens"])
+@pytest.mark.parametrize("form", ["vLLM", "llama.cpp", "llama.cpp, verified", "OpenAI", "without tokens"])
 def test_servers_that_answer_in_different_forms(form: str, target: Any, tokenizer: Any, prompts: Any) -> None:
     own = Model(target, tokenizer)
 
     def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
         if path.endswith("/chat/completions"):
-            right = {"name": "Ann", "age": 3, "likes": "cats"}
-            return 200, {"choices": [{"message": {"content": json.dumps(right)}}]}
+            text = json.dumps({"name": "Ann", "age": 3, "likes": "cats"})
+            cut = {"message": {"content": text[: 20 + body["seed"]]}, "finish_reason": "length"}
+            return 200, {
+                "choices": [cut if body["seed"] % 2 else {"message": {"content": text}, "finish_reason": "stop"}]
+            }
         stop = body.get("stop", [None])[0]
         made = own.write(body["prompt"], body["max_tokens"], body["temperature"], body.get("seed"), stop, True)
         text = made.text if stop is None or stop not in made.text else made.text[: made.text.index(stop)]
         about: dict[str, Any] | None = None
         if form == "vLLM":
             about = {"tokens": [f"token_id:{token}" for token in made.tokens], "token_logprobs": made.logprobs}
-        elif form == "llama.cpp":
-            each = zip(made.tokens, made.logprobs or (), strict=True)
-            about = {"content": [{"id": token, "logprob": value} for token, value in each]}
+        elif form.startswith("llama.cpp"):
+            each = list(zip(made.tokens, made.logprobs or (), strict=True))
+            about = {"content": [{"id": token, "logprob": value, "top_logprobs": [{}]} for token, value in each]}
+            if form.endswith("verified"):  # as xllamacpp 2026.10.11549 answers, the bonus token included
+                about["content"][2:6] = [{"id": token, "logprob": 0.0, "top_logprobs": []} for token, _ in each[2:6]]
         elif form == "OpenAI":
             shown = [tokenizer.decode([token]) for token in made.tokens]
             about = {"tokens": shown, "token_logprobs": made.logprobs}
         return 200, {"choices": [{"text": text, "logprobs": about}]}
 
     with served(answer) as url:
-        found = verdicts(
-            Server(url, tokenizer), target, tokenizer, prompts[:2], settings=Settings(8, 6, json_requests=2)
-        )
+        made = audit(Server(url, tokenizer), target, tokenizer, prompts[:2], Settings(8, 6, json_requests=2))
+    found = {finding.check: finding.verdict for finding in made.findings}
+    of = {finding.check: finding for finding in made.findings}
+    if form == "llama.cpp, verified":
+        assert found.pop("log probabilities") == "failed"
+        assert of["log probabilities"].told.startswith("8 log probabilities differ by at most")
+        assert "; 8 others are exactly 0, which says that their tokens were certain" in of["log probabilities"].told
+        assert of["log probabilities"].figures["zeros"] == 8 and of["log probabilities"].figures["most"] < 1e-5
     assert "failed" not in found.values()
+    assert (
+        of["JSON"].told
+        == "1 of 1 answers follow their JSON schema; 1 more reached their limit of tokens before they ended."
+    )
     assert found["greedy text"] == found["JSON"] == found["stop strings"] == "passed"
     skipped = {check for check, verdict in found.items() if verdict == "not tested"}
     if form != "OpenAI":  # whose texts of tokens are not always those of one token

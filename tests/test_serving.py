@@ -537,7 +537,7 @@ def test_an_audit_finds_nothing(server: Server, model: Any) -> None:
     subject = Audited(f"http://127.0.0.1:{server.server_port}/v1", model.tokenizer)
     prompts = [model.tokenizer(text).input_ids for text in ("def mean(values):\n", "class Queue:\n    def push(")]
     found = audit(subject, model.target, model.tokenizer, prompts, Settings(24, 4), "the target")
-    assert found.is_lossless, found
+    assert found.is_lossless and not [one for one in found.findings if one.verdict == "failed"], found  # seeds included
 
 
 def test_what_a_server_needs() -> None:

@@ -49,8 +49,9 @@ class Subject(Protocol):
     ) -> Sampled:
         """Continue a prompt by at most `count` tokens, without top-k or top-p. Raises `NotOffered`."""
 
-    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str:
-        """The answer to a request whose form a JSON schema prescribes. Raises `NotOffered`."""
+    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str | None:
+        """The answer to a request whose form a JSON schema prescribes; None if it reached its limit of tokens before it ended.
+        Raises `NotOffered`."""
 
 
 class Model:
@@ -102,7 +103,7 @@ class Model:
             found = [float(row[token]) for row, token in zip(each, tokens, strict=False)]
         return Sampled(decoded(self.tokenizer, tokens), tokens, found)
 
-    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str:
+    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str | None:
         """As `Subject.json_object`: the answer to a request, by a schema, with a seed."""
         raise NotOffered("generate takes no JSON schema")
 
@@ -155,12 +156,13 @@ class Server:
             raise NotOffered("its answers have no log probabilities")
         return Sampled(text, tokens, found, named)
 
-    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str:
+    def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str | None:
         """As `Subject.json_object`: the answer to a request, by a schema, with a seed."""
         form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
         body = {"model": self.model, "messages": [{"role": "user", "content": request}], "response_format": form}
         body |= {"max_tokens": 200, "temperature": 1.0, "seed": seed}
-        return self._ask("/chat/completions", body)["choices"][0]["message"]["content"] or ""
+        choice = self._ask("/chat/completions", body)["choices"][0]
+        return None if choice.get("finish_reason") == "length" else choice["message"]["content"] or ""
 
     def _tokens(self, about: Any) -> tuple[list[int] | None, list[float] | None]:
         """Tokens and log probabilities of an answer; None where it has none that can be read."""

@@ -23,11 +23,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     os.chdir(job["folder"])
-    program, serve, *words = job["command"]
-    if (program, serve) != ("vllm", "serve"):
-        raise ValueError(f"command: {program} {serve} is not vllm serve")
+    start, words = job["command"][:3], job["command"][3:]
+    if start != ["python", "-m", "vllm.entrypoints.openai.api_server"]:
+        raise ValueError(f"command: {' '.join(start)} does not start vLLM's server")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    engine = EngineArgs.from_cli_args(parser.parse_args(["--model", *words, *ADDED]))
+    engine = EngineArgs.from_cli_args(parser.parse_args([*words, *ADDED]))
     engine.disable_log_stats = False
     model = vllm.LLM.from_engine_args(engine)
     sampling = vllm.SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True)

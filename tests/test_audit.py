@@ -174,10 +174,8 @@ def test_servers_that_answer_in_different_forms(form: str, target: Any, tokenize
     def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
         if path.endswith("/chat/completions"):
             text = json.dumps({"name": "Ann", "age": 3, "likes": "cats"})
-            cut = {"message": {"content": text[: 20 + body["seed"]]}, "finish_reason": "length"}
-            return 200, {
-                "choices": [cut if body["seed"] % 2 else {"message": {"content": text}, "finish_reason": "stop"}]
-            }
+            text, reason = (text[:20], "length") if body["seed"] % 2 else (text, "stop")
+            return 200, {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
         stop = body.get("stop", [None])[0]
         made = own.write(body["prompt"], body["max_tokens"], body["temperature"], body.get("seed"), stop, True)
         text = made.text if stop is None or stop not in made.text else made.text[: made.text.index(stop)]
@@ -196,18 +194,15 @@ def test_servers_that_answer_in_different_forms(form: str, target: Any, tokenize
 
     with served(answer) as url:
         made = audit(Server(url, tokenizer), target, tokenizer, prompts[:2], Settings(8, 6, json_requests=2))
-    found = {finding.check: finding.verdict for finding in made.findings}
     of = {finding.check: finding for finding in made.findings}
+    found = {check: finding.verdict for check, finding in of.items()}
     if form == "llama.cpp, verified":
         assert found.pop("log probabilities") == "failed"
         assert of["log probabilities"].told.startswith("8 log probabilities differ by at most")
         assert "; 8 others are exactly 0, which says that their tokens were certain" in of["log probabilities"].told
         assert of["log probabilities"].figures["zeros"] == 8 and of["log probabilities"].figures["most"] < 1e-5
     assert "failed" not in found.values()
-    assert (
-        of["JSON"].told
-        == "1 of 1 answers follow their JSON schema; 1 more reached their limit of tokens before they ended."
-    )
+    assert of["JSON"].told.startswith("1 of 1 answers follow their JSON schema; 1 more reached their limit of tokens")
     assert found["greedy text"] == found["JSON"] == found["stop strings"] == "passed"
     skipped = {check for check, verdict in found.items() if verdict == "not tested"}
     if form != "OpenAI":  # whose texts of tokens are not always those of one token

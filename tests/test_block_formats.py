@@ -97,6 +97,7 @@ MUSE = SIZES | {
 }
 EQUAL = {"mask_token_id": 5, "rope": {"rope_type": "default", "rope_theta": 1e6}, "max_position_embeddings": 256}
 WINDOW = {"layer_types": (SLIDING, SLIDING), "sliding_window": 9}
+VLLM = {"last_normed": False}
 DSPARK = {"markov_rank": 6, "next_token": True}
 
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -124,25 +125,25 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"next_token": True},
     ),
     "SpecForge": (SPECFORGE, {"markov": "gated", "markov_rank": 6}),
-    "speculators, DFlash": (SPECULATORS, {}),
+    "speculators, DFlash": (SPECULATORS, VLLM),
     "speculators, DSpark": (
         SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 6, "markov_head_type": "vanilla"},
-        DSPARK | {"markov": "vanilla"},
+        DSPARK | VLLM | {"markov": "vanilla"},
     ),
     "speculators, DFlash2": (
         SPECULATORS
         | {"speculators_model_type": "dflash2", "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6},
-        {"conv_size": 2, "conv_group_size": 8, "selector_rank": 6},
+        VLLM | {"conv_size": 2, "conv_group_size": 8, "selector_rank": 6},
     ),
     "speculators, reduced": (
         SPECULATORS | {"draft_vocab_size": 40, "sample_from_anchor": True},
-        {"next_token": True, "draft_vocab_size": 40, "own_output": True},
+        VLLM | {"next_token": True, "draft_vocab_size": 40, "own_output": True},
     ),
     "speculators, causal window": (
         SPECULATORS
         | {"transformer_layer_config": LAYERS | {"layer_types": [SLIDING, FULL], "sliding_window": 9}}
         | {"sliding_window_non_causal": False},
-        {"layer_types": (SLIDING, FULL), "sliding_window": 9, "sliding_causal": True},
+        VLLM | {"layer_types": (SLIDING, FULL), "sliding_window": 9, "sliding_causal": True},
     ),
     "transformers": (MUSE, WINDOW | {"rope": {"rope_type": "default", "rope_theta": 500000.0}}),
 }

@@ -19,7 +19,7 @@ from ..engine.cache import SlotCache
 from ..engine.host import on_device, padded
 from ..engine.kept import Entries
 from ..engine.needs import Needs
-from ..engine.parts import device_of, few_ids, unwrapped
+from ..engine.parts import device_of, few_ids, find_layers, unwrapped
 from ..engine.prepared import PreparedModule
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.session import can_go_on, go_on
@@ -352,7 +352,7 @@ class EagleDrafting(HeadDrafting):
     def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states that the head reads, [B, n, Ht] each, on its device."""
         head = self.drafter.head
-        return [states[tap].to(head.device) for tap in head.config.taps]
+        return [states[tap].to(head.device) for tap in head.states_of(len(self.drafter.needs.layers))]
 
     def _begun(self, text: Text) -> HeadRunner:
         """The head's runner. When it is created, the prompt's features become unread."""
@@ -464,13 +464,14 @@ def needs_of(head: StateHead, model: PreTrainedModel) -> Needs:
             raise ValueError(
                 f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {traits.vocabulary}"
             )
-        needs = Needs.of_states(model, *config.taps)
+        taps = head.states_of(len(find_layers(model)))
+        needs = Needs.of_states(model, *taps)
         masks, ids = traits.masks, few_ids(model)
         target = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks, needs)
         with torch.no_grad():
             target.prefill(ids, None)
             columns = 1 if head.reads_end else ids.shape[1]
-            for tap in config.taps:
+            for tap in taps:
                 shape = tuple(target.states[tap][:, -columns:].shape)
                 if shape != (1, columns, config.target_hidden_size):
                     raise ValueError(

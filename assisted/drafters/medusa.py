@@ -61,9 +61,9 @@ class Medusa(HeadSpec):
         require_positive(self, "candidates", "nodes")
 
     def memory(self, room: Room) -> dict[str, int]:
-        if isinstance(self.path, str):
-            require_medusa(self.path, room.target)
-        return super().memory(room)
+        if not isinstance(self.path, str):
+            return {}
+        return {self.title: require_medusa(self.path, room.target) * room.dtype.itemsize}
 
     @classmethod
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:

@@ -27,7 +27,8 @@ class Needs:
     Args:
         layers: the target's layers (`find_layers`), for drafters that read their states or run parts of the target.
         states: the hidden states to read, as indices of transformers' `hidden_states`: i in [1, L) is the output of layer
-            i - 1, L that of the final norm. They arrive in `Call.states` and `Round.states`.
+            i - 1, L that of the final norm. L + 1, which transformers does not have, is the output of the last layer. They
+            arrive in `Call.states` and `Round.states`.
         final_norm: path of that norm (`find_final_norm`); needed only if L is among the states.
         split: the first layers run while drafting, and verification runs the others (`Split`). All rows of a batch then run
             in every forward pass.
@@ -42,14 +43,14 @@ class Needs:
 
     @classmethod
     def of_states(cls, model: PreTrainedModel, *states: int) -> Needs:
-        """The need for hidden states of a model; a negative index counts from the last one.
+        """The need for hidden states of a model; a negative index counts from the normed last one.
 
         Raises ValueError if the model's layers or its final norm are not found, or if it has no such state.
         """
         layers = find_layers(model)
         last = len(layers)
         wanted = frozenset(state if state >= 0 else last + 1 + state for state in states)
-        if not all(1 <= state <= last for state in wanted):
+        if not all(1 <= state <= last + 1 for state in wanted):
             raise ValueError(f"it reads the hidden states {list(states)} of a target with {last} layers")
         return cls(layers, wanted, find_final_norm(model, layers) if last in wanted else ())
 

@@ -79,16 +79,18 @@ def tapped(
 ) -> tuple[PreTrainedModel, dict[int, Tap]]:
     """The whole model; and for each of `ends` the tap that keeps the output states of layer end - 1.
 
-    final_norm: path of the norm after the last layer; if it is given, end L stands for its output. own: the layers to run,
-    by default the model's own.
+    final_norm: path of the norm after the last layer; if it is given, end L stands for its output, and L + 1 for the last
+    layer's. own: the layers to run, by default the model's own.
     """
     own = layers.of(model) if own is None else own
-    taps = {end: Tap(own[end - 1]) for end in ends if not final_norm or end < len(own)}
+    last = len(own)
+    taps = {end: Tap(own[min(end, last) - 1]) for end in ends if not final_norm or end != last}
+    placed = {min(end, last): tap for end, tap in taps.items()}
     children: dict[tuple[str, ...], nn.Module] = {
-        layers.path: nn.ModuleList([taps.get(end, layer) for end, layer in enumerate(own, 1)])
+        layers.path: nn.ModuleList([placed.get(end, layer) for end, layer in enumerate(own, 1)])
     }
-    if final_norm and len(own) in ends:
-        taps[len(own)] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
+    if final_norm and last in ends:
+        taps[last] = children[final_norm] = Tap(model.get_submodule(".".join(final_norm)))
     return with_children(model, children), taps
 
 

@@ -144,5 +144,5 @@ class PreparedModule:
         if not needs.states:
             return self
         module, taps = tapped(self.module, needs.layers, sorted(needs.states), needs.final_norm)
-        last_only = self.last_only and len(needs.layers) not in taps
+        last_only = self.last_only and max(taps) < len(needs.layers)
         return replace(self, module=module, last_only=last_only, kind=(self.kind, *taps), taps=taps)

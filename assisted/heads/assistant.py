@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
@@ -24,15 +23,16 @@ from ..engine.cache import SlotLayer
 from ..engine.parts import few_ids, find_layers, unwrapped
 from ..engine.recurrent import slots_for, target_runner
 from ..engine.traits import Traits
-from ..loading.files import fields_of, loading, require_sizes, write_json
+from ..loading.files import loading, require_sizes
 from .base import Head
-from .files import find_file, find_folder, read_tensors, require_tensors
+from .files import Checkpoint, Layout, find_folder, require_tensors, write_head
 
 __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", "save_assistant", "sources_of"]
 
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types that are read."""
 _REFUSED = {"muse_glimmer_assistant": "it is a block drafter; write draft='dflash:DIR' with its folder or Hub id"}
+_LAYOUT = Layout("a Gemma 4 assistant")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _REQUIRED = (
     "vocab_size",
@@ -363,16 +363,16 @@ def load_assistant(path: str | Path, target: PreTrainedModel, **hub: Any) -> Ass
     """
     folder = find_folder(path, **hub)
     with loading("draft", folder):
-        fields = fields_of(folder / "config.json")
+        found = Checkpoint.open(folder, (SAFE_WEIGHTS_NAME,)).under(_LAYOUT)
+        fields, shapes = found.fields, found.shapes
         require_kind(fields, folder)
-        file, shapes = find_file(folder, (SAFE_WEIGHTS_NAME,))
         text = fields.get("text_config")
         if not isinstance(text, dict):
             raise ValueError(f"draft: {folder / 'config.json'} has no text_config")
         sizes = {"hidden_size": fields.get("backbone_hidden_size")}
         for name, some in (("text_config", text), ("backbone_hidden_size", sizes)):
-            require_sizes(some, shapes, f"{folder / 'config.json'}: {name}", exact=True)
-        return AssistantHead(target, fields, read_tensors(file))
+            require_sizes(some, shapes, f"{found.config_file}: {name}", exact=True)
+        return AssistantHead(target, fields, found.tensors())
 
 
 def require_kind(fields: Mapping[str, Any], where: str | Path) -> None:
@@ -386,11 +386,7 @@ def require_kind(fields: Mapping[str, Any], where: str | Path) -> None:
 
 def save_assistant(head: AssistantHead, folder: str | Path) -> None:
     """Write an assistant where `load_assistant` finds it."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", head.config.fields)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    save_file(tensors, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+    write_head(folder, head.config.fields, head.state_dict())
 
 
 def _rotary(target: PreTrainedModel, path: tuple[str, ...], parameters: Any) -> nn.Module:

@@ -18,7 +18,8 @@ class StateHead(nn.Module):
     """A head that reads hidden states of the target.
 
     Attributes:
-        config: its taps, vocab_size, hidden_size, target_hidden_size and max_position_embeddings, as in `EagleConfig`.
+        config: its taps, perhaps last_normed, vocab_size, hidden_size, target_hidden_size and max_position_embeddings, as in
+            `EagleConfig`.
         title: what it is, for messages.
         shares_output: it predicts tokens with the target's output embedding.
         reads_end: of the prompt, it reads the last token's state alone. Some targets compute no other (Gemma 4's layers that
@@ -68,6 +69,11 @@ class StateHead(nn.Module):
                 f"{self.config.vocab_size} tokens needs as many different ids, ascending"
             )
         self.d2t.copy_(tokens.to(self.d2t.device) - torch.arange(len(tokens), device=self.d2t.device))
+
+    def states_of(self, layers: int) -> list[int]:
+        """The indices of its taps in `Needs.states`. layers: of the target."""
+        normed = getattr(self.config, "last_normed", True)
+        return [tap + (tap == layers and not normed) for tap in self.config.taps]
 
     def embed(self, ids: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
         """Embeddings [..., H] of the target's ids [...]. A head without its own embedding uses the target's."""

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, Qwen3Config
 
-from .eagle_config import LAYER_FIELDS, EagleConfig
+from .eagle_config import FULL, LAYER_FIELDS, SLIDING, EagleConfig
 
 Markov = Literal["vanilla", "gated", "rnn"]
-FULL, SLIDING = "full_attention", "sliding_attention"
 _MARKOVS = ("vanilla", "gated", "rnn")
 
 
@@ -31,6 +30,7 @@ class BlockConfig:
         hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers; hidden_size is H.
         vocab_size: V, the target's.
         taps: indices into transformers' `hidden_states` of the target.
+        last_normed: as in `EagleConfig`.
         target_hidden_size: Ht; None (default) for H.
         draft_vocab_size: Vd, the number of tokens that it can draft; None (default) for all V.
         num_hidden_layers: decoder layers.
@@ -61,6 +61,7 @@ class BlockConfig:
     head_dim: int
     vocab_size: int
     taps: tuple[int, ...]
+    last_normed: bool = True
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     num_hidden_layers: int = 2

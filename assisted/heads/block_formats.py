@@ -1,5 +1,6 @@
-"""Reads the files of block drafters as z-lab, DeepSpec, SpecForge, speculators and transformers (Muse Glimmer) write them, and
-writes speculators' format. Covers tensor names, the numbering of layers, and what each producer leaves out. Reading is strict.
+"""Reads the files of block drafters as z-lab, DeepSpec, SpecForge, ModelOpt, NeMo Automodel, speculators and transformers (Muse
+Glimmer) write them, and writes speculators' format. `_LAYOUTS` and `_KEYS` say who calls what by which name; the rest covers
+the numbering of layers, and what each producer leaves out. Reading is strict.
 
 No published checkpoint was available for a test: the layouts are those that vLLM, speculators, z-lab's code and transformers
 read, tested on synthetic files.
@@ -13,16 +14,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config
 
-from ..loading.files import fields_of, loading, write_json
+from ..loading.files import loading
 from .block import BlockHead
 from .block_config import FULL, SLIDING, BlockConfig
 from .eagle_config import LAYER_FIELDS
-from .eagle_formats import VERSION, draft_mask, require_fields, rope_of, speculators_config
-from .files import find_file, find_folder, read_tensors, require_tensors
+from .eagle_formats import VERSION, require_fields, rope_of, speculators_config
+from .files import (
+    Checkpoint,
+    Layout,
+    Shapes,
+    agreed,
+    best_fit,
+    find_folder,
+    is_copy,
+    named_tokens,
+    require_floats,
+    settle_vocabulary,
+    values_of,
+    write_head,
+)
 
 __all__ = ["is_block", "load_block", "require_block", "save_block"]
 
@@ -30,10 +42,33 @@ _SPECULATORS = ("dflash", "dspark", "dflash2")
 _MUSE = "muse_glimmer_assistant"
 _MARKS = ("DFlash", "DSpark", "Domino", "JetSpec")  # in the architectures of a block drafter
 _UNREAD = ("Domino", "JetSpec", "Laguna", "DFlare")
-_COPIES = ("verifier_norm.weight", "verifier_lm_head.weight")  # of the target, for speculators' training
-_RENAMED = (("encoder.fc.", "fc."), ("encoder.output_norm_enc.", "hidden_norm."))
+_PAST = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's, for speculators' training
+_LAYOUTS = (
+    Layout("a block drafter of z-lab, DeepSpec, SpecForge, NeMo Automodel or speculators", (), _PAST),
+    Layout("Muse Glimmer's assistant", ((r"encoder\.fc\.", "fc."), (r"encoder\.output_norm_enc\.", "hidden_norm."))),
+    Layout(
+        "a DSpark drafter of ModelOpt",
+        (
+            (r"(?=markov_w[12]\.|gate_proj\.|joint_proj\.)", "markov_head."),
+            (r"confidence_proj\.", "confidence_head.proj."),
+        ),
+    ),
+    Layout("a DFlash2 drafter of an older trainer", ((r"(candidate_selector\.\w+_codebook)\.weight", r"\1"),), _PAST),
+)
+_NAMES = (
+    *("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+    *("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
+)
+"""Tensors that tell the layouts apart."""
+_KEYS = {
+    "taps": ("target_layer_ids", "aux_hidden_state_layer_ids"),
+    "next_token": ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
+    "causal": ("causal", "is_causal"),
+    "confidence": ("enable_confidence_head", "use_confidence_head"),
+    "window": ("swa_window_size", "sliding_window"),
+}
+"""What producers call the same thing in their configs."""
 _SELECTOR = ("conv_size", "conv_group_size", "selector_rank", "selector_top_k")
-_FILE = "model.safetensors"
 
 
 def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHead:
@@ -42,28 +77,24 @@ def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHe
     Copies of the target's embedding and output embedding in the files are left out. hub: download options.
 
     Raises ValueError for a drafter of another kind or made for a target of other sizes, and for a missing, unknown or misshapen
-    tensor, with its name.
+    tensor, with its name and the layout that fits best.
     """
     folder = find_folder(path, **hub)
     with loading("draft", folder):
-        file, config = _checked(folder, target)
-        tensors = {_own(name): tensor for name, tensor in read_tensors(file).items() if name not in _COPIES}
-        known, dtype = tensors.pop("t2d", None), tensors["fc.weight"].dtype
-        if not dtype.is_floating_point:
-            raise ValueError(f"draft: {file} holds fc.weight in {dtype}; floating point is expected")
+        checkpoint, config = _checked(folder, target)
+        tensors = checkpoint.tensors()
+        dtype = require_floats(tensors["fc.weight"], "fc.weight", folder)
+        settle_vocabulary(tensors, config.draft_vocab_size or config.vocab_size, config.vocab_size, folder)
         shared: dict[str, Any] = {}
         for name, field, module in (
             ("embed_tokens.weight", "own_embedding", target.get_input_embeddings()),
             ("lm_head.weight", "own_output", target.get_output_embeddings()),
         ):
-            if name in tensors and config.draft_vocab_size == config.vocab_size and _is_copy(tensors[name], module):
+            if name in tensors and config.draft_vocab_size == config.vocab_size and is_copy(tensors[name], module):
                 del tensors[name]
                 shared[field] = False
-        config = replace(config, **shared)
-        head = BlockHead(config).to(dtype)
+        head = BlockHead(replace(config, **shared)).to(dtype)
         head.load_state_dict(tensors)
-        if known is not None and not torch.equal(known.bool(), draft_mask(head)):
-            raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
         return head.eval()
 
 
@@ -94,7 +125,7 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
 
     head: what is written. target: whose name is stored, unless that is a local folder.
     """
-    config, folder = head.config, Path(folder)
+    config = head.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov or config.confidence else "dflash"
     window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
     fields = {
@@ -104,6 +135,7 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
         "aux_hidden_state_layer_ids": list(config.taps),
+        "last_normed": config.last_normed,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.next_token,
         "sliding_window_non_causal": not config.sliding_causal,
@@ -131,49 +163,32 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
     }
     tensors = dict(head.state_dict())
     if head.d2t is not None:
-        tensors["t2d"] = draft_mask(head)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", fields)
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(held, folder / _FILE, metadata={"format": "pt"})
+        tensors["t2d"] = named_tokens(head.draft_tokens, config.vocab_size)
+    write_head(folder, fields, tensors)
 
 
-def _own(name: str) -> str:
-    """Our name of a stored tensor."""
-    return next((new + name.removeprefix(old) for old, new in _RENAMED if name.startswith(old)), name)
-
-
-def _is_copy(tensor: Tensor, module: Any) -> bool:
-    """Whether a stored tensor is the weight of the target's module."""
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.is_meta or weight.shape != tensor.shape or not weight.is_floating_point():
-        return False
-    return torch.equal(weight.detach().cpu().to(tensor.dtype), tensor)
-
-
-def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, BlockConfig]:
-    """The file of the weights, and the config. Nothing is allocated."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"draft: {folder} holds no config.json")
-    fields = fields_of(folder / "config.json")
-    named = str([fields.get("architectures"), fields.get("model_type"), _settings(fields).get("projector_type")])
+def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockConfig]:
+    """The checkpoint with our names, and the config. Nothing is allocated."""
+    found = Checkpoint.open(folder)
+    fields = found.fields
+    values = values_of(fields, "dflash_config")
+    named = str([fields.get("architectures"), fields.get("model_type"), values.get("projector_type")])
     for kind in _UNREAD:
         if kind.lower() in named.lower():
             raise ValueError(
                 f"draft: {folder} is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
             )
-    file, found = find_file(folder, (_FILE, "pytorch_model.bin"))
-    if "dspark_block_size" in fields or any(name.startswith("mtp.") for name in found):
+    if "dspark_block_size" in fields or any(name.startswith("mtp.") for name in found.shapes):
         raise ValueError(
             f"draft: {folder} holds the DSpark drafter of DeepSeek-V4-Flash (mtp.*), which cannot be read: its layers are not "
             "Qwen3's"
         )
-    shapes = {_own(name): shape for name, shape in found.items() if name not in _COPIES}
+    found = found.under(best_fit(found.shapes, _LAYOUTS, lambda layout: _NAMES))
     for part in (fields, fields.get("transformer_layer_config") or {}):
         sized = {name: value for name, value in part.items() if name != "draft_vocab_size"} if part is fields else part
-        require_fields(sized, shapes, folder / "config.json")
+        require_fields(sized, found.shapes, found.config_file)
     wanted = target.config.get_text_config(decoder=True)
-    config = _config_of(fields, shapes, wanted, folder)
+    config = _config_of(values, found.shapes, wanted, folder)
     for name, given, own in (
         ("a vocabulary of", config.vocab_size, wanted.vocab_size),
         ("hidden states of width", config.target_hidden_size, wanted.hidden_size),
@@ -190,29 +205,22 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, BlockConfig]:
         raise ValueError(f"draft: {folder}: mask_token_id: the target has no embedding of token {config.mask_token_id}")
     with torch.device("meta"):
         outline = BlockHead(config)
-    expected: dict[str, Any] = {name: tensor.shape for name, tensor in outline.state_dict().items()}
-    if outline.d2t is not None and "t2d" in shapes:
-        expected["t2d"] = (config.vocab_size,)
-    require_tensors(shapes, expected, folder)
-    return file, config
+    expected = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+    maps: Shapes = {"t2d": (config.vocab_size,)}
+    found.require(expected, maps if outline.d2t is not None else {**maps, "d2t": (config.vocab_size,)})
+    return found, config
 
 
-def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, with those of `dflash_config` at the top."""
-    inner = fields.get("dflash_config") or {}
-    if not isinstance(inner, dict):
-        raise ValueError(f"draft: dflash_config: {inner!r} is not an object")
-    return {**fields, **inner}
+def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path) -> BlockConfig:
+    """The config of any producer. own: all values of config.json. wanted: the target's text config."""
 
+    def value(field: str, default: Any = None) -> Any:
+        return agreed(own, *_KEYS[field], default=default)
 
-def _config_of(
-    fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], wanted: Any, folder: Path
-) -> BlockConfig:
-    """The config of any producer. wanted: the target's text config."""
-    of_speculators, is_muse = "speculators_model_type" in fields, fields.get("model_type") == _MUSE
-    own, kind = _settings(fields), fields.get("speculators_model_type")
-    layer = (fields.get("transformer_layer_config") or {}) if of_speculators else fields
-    ids = own.get(key := "aux_hidden_state_layer_ids" if of_speculators else "target_layer_ids")
+    of_speculators, is_muse = "speculators_model_type" in own, own.get("model_type") == _MUSE
+    layer = own.get("transformer_layer_config", {}) if of_speculators else own
+    key = _KEYS["taps"][of_speculators]
+    ids = own.get(key)
     if not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
         raise ValueError(
             f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
@@ -220,20 +228,20 @@ def _config_of(
         )
     taps = tuple(ids if of_speculators else (tap + 1 for tap in ids))  # others count layers from 0
     # raw DeepSpec files predict the next token and do not say so; all others say so, or do not
-    of_deepspec = not (of_speculators or is_muse or "dflash_config" in fields)
-    if (block := own.get("block_size", 16 if "dflash_config" in fields else None)) is None:
+    of_deepspec = not (of_speculators or is_muse or "dflash_config" in own)
+    if (block := own.get("block_size", 16 if "dflash_config" in own else None)) is None:
         raise ValueError(f"draft: {folder}: block_size is missing")
     mask = own.get("mask_token_id")
     if mask is None and "mask_embedding" not in shapes:
         raise ValueError(f"draft: {folder}: mask_token_id is missing")
-    defaults = Qwen3Config()
-    values = {name: getattr(defaults, name) if layer.get(name) is None else layer[name] for name in LAYER_FIELDS} | {
-        "vocab_size": layer.get("vocab_size") or wanted.vocab_size
-    }
-    layers = values["num_hidden_layers"]
-    kinds = layer.get("layer_types") or [SLIDING if is_muse else FULL] * layers
-    window = layer.get("sliding_window") if SLIDING in kinds else None
-    causal = own.get("causal", own.get("is_causal"))
+    defaults, given = Qwen3Config(), values_of(layer)
+    values = {name: given.get(name, getattr(defaults, name)) for name in LAYER_FIELDS}
+    values["vocab_size"] = given.get("vocab_size", wanted.vocab_size)
+    kinds = given.get("layer_types") or [SLIDING if is_muse else FULL] * values["num_hidden_layers"]
+    if own.get("use_swa"):  # ModelOpt: in all layers
+        kinds = [SLIDING] * len(kinds)
+    window = agreed({**own, **given}, *_KEYS["window"]) if SLIDING in kinds else None
+    causal = value("causal")
     if window is None:
         sliding_causal = False
     elif of_speculators:
@@ -242,7 +250,7 @@ def _config_of(
         sliding_causal = False
     else:  # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
         sliding_causal = True if causal is None else bool(causal)
-    rank, markov = own.get("markov_rank") or 0, own.get("markov_head_type")
+    rank, confidence = own.get("markov_rank") or 0, bool(value("confidence", False))
     if "fc.weight" not in shapes:
         raise ValueError(f"draft: {folder} lacks tensor fc.weight")
     width = shapes["fc.weight"][-1]
@@ -250,15 +258,16 @@ def _config_of(
         raise ValueError(
             f"draft: {folder} holds fc.weight for {width} numbers, which are not those of {len(taps)} layers"
         )
-    convolved, selected = own.get("conv_kernel_size") or 0, own.get("selector_rank") or 0
-    scale, cap = own.get("output_multiplier"), own.get("final_logit_softcapping")
+    default = own.get("speculators_model_type") == "dspark" or of_deepspec
     return BlockConfig(
         **values,
         taps=taps,
+        # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
+        last_normed=bool(own.get("last_normed", not of_speculators)),
         target_hidden_size=width // len(taps),
         draft_vocab_size=own.get("draft_vocab_size"),
         block_size=block,
-        next_token=bool(own.get("sample_from_anchor", kind == "dspark" or of_deepspec)),
+        next_token=bool(value("next_token", default)),
         mask_token_id=mask,
         layer_types=tuple(kinds),
         # transformers includes the position that lies a whole window back
@@ -270,14 +279,17 @@ def _config_of(
         own_embedding="embed_tokens.weight" in shapes,
         own_output="lm_head.weight" in shapes,
         embedding_scale=own.get("input_embedding_scale"),
-        logit_scale=1.0 if scale is None else float(scale),
-        logit_cap=float(cap) if cap else None,
-        markov=(markov or "vanilla") if rank else None,
+        logit_scale=float(own.get("output_multiplier", 1.0)),
+        logit_cap=float(own.get("final_logit_softcapping") or 0) or None,
+        markov=own.get("markov_head_type", "vanilla") if rank else None,
         markov_rank=rank,
-        confidence=bool(own.get("enable_confidence_head", False)),
-        confidence_markov=bool(rank and own.get("enable_confidence_head") and own.get("confidence_head_with_markov")),
-        conv_size=convolved,
+        confidence=confidence,
+        # ModelOpt's always reads the token before
+        confidence_markov=bool(
+            rank and confidence and own.get("confidence_head_with_markov", "use_confidence_head" in own)
+        ),
+        conv_size=own.get("conv_kernel_size") or 0,
         conv_group_size=own.get("conv_group_size") or 16,
-        selector_rank=selected,
+        selector_rank=own.get("selector_rank") or 0,
         selector_top_k=own.get("selector_top_k") or 16,
     )

@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ..engine.libraries import CACHE
 from .base import Head
-from .eagle_config import EagleConfig
+from .eagle_config import FULL, SLIDING, EagleConfig
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
@@ -57,6 +57,7 @@ class EagleHead(Head):
                 plain.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=config.o_bias)
         self.layers = nn.ModuleList(layers)
         self.rotary_emb = LlamaRotaryEmbedding(layer)
+        self.needs_mask = config.slides
         if config.version == 1:
             layers[0].input_layernorm = nn.Identity()
         else:
@@ -102,19 +103,22 @@ class EagleHead(Head):
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
         kwargs: dict[str, Any] = {
-            "attention_mask": attention_mask,
             "position_embeddings": self.rotary_emb(states, position_ids),
             CACHE: cache,
         }
         if last_only:
             kwargs["last_only"] = True
-        first, *others = self.layers
+        masks = {FULL: attention_mask}
+        if self.config.slides:
+            masks[SLIDING] = windowed(attention_mask, states.shape[1], self.config.sliding_window or 1, states.device)
+        first, *others = zip(self.layers, self.config.layer_types or [FULL] * len(self.layers), strict=True)
+        layer, kind = first
         if self.config.version == 1:
-            hidden = first(self.fc(torch.cat([embeddings, states], -1)), **kwargs)
+            hidden = layer(self.fc(torch.cat([embeddings, states], -1)), attention_mask=masks[kind], **kwargs)
         else:
-            hidden = first(embeddings, states, **kwargs)
-        for layer in others:
-            hidden = layer(hidden, **kwargs)
+            hidden = layer(embeddings, states, attention_mask=masks[kind], **kwargs)
+        for layer, kind in others:
+            hidden = layer(hidden, attention_mask=masks[kind], **kwargs)
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
@@ -149,6 +153,14 @@ class _FusedLayer(nn.Module):
         attended, _ = self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **kwargs)
         hidden = residual + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def windowed(seen: torch.Tensor | None, columns: int, window: int, device: torch.device | str) -> torch.Tensor:
+    """The mask of a sliding window, [B or 1, 1, n, m] bool: of the slots that a column attends to without a window, the last
+    `window`. These are one path of tokens in their order, also in a token tree. seen: that mask; None is causal."""
+    if seen is None:
+        seen = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()[None, None]
+    return seen & (seen.flip(-1).cumsum(-1).flip(-1) <= window)
 
 
 def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> torch.Tensor:

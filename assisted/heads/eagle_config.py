@@ -22,6 +22,7 @@ LAYER_FIELDS = (
     "max_position_embeddings",
 )
 """The fields that have the same name and meaning in transformers' configs."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 _CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
@@ -41,12 +42,15 @@ class EagleConfig:
         vocab_size: V, the target's.
         taps: indices into transformers' `hidden_states` of the target, from which the features are taken. Index L, the number
             of layers, is the output of the final norm. EAGLE-1 has one, (L,).
+        last_normed: tap L is that; False: the output of the last layer, before the final norm.
         target_hidden_size: Ht; None (default) for H, which EAGLE-1 needs.
         draft_vocab_size: Vd, the number of tokens that the head can draft; None (default) for all V. EAGLE-3 only.
         num_hidden_layers: decoder layers; in EAGLE-3, the first is the fused one.
         layer: "llama" (default) or "qwen3", the kind of decoder layer.
         hidden_act, rms_norm_eps, max_position_embeddings: of the layer, as in transformers.
         rope: transformers' `rope_parameters`, including `rope_theta`.
+        layer_types: "full_attention" or "sliding_attention" of each layer; None (default) for full attention everywhere.
+        sliding_window: sliding layers attend to positions less than this far back.
         fc_bias: `fc`, the fusion, has a bias. None (default) is true for EAGLE-1 and false for EAGLE-3.
         qkv_bias, o_bias, mlp_bias: the layer's projections have biases.
         own_embedding: the head has its own embedding; False (default) uses the target's.
@@ -67,6 +71,7 @@ class EagleConfig:
     head_dim: int
     vocab_size: int
     taps: tuple[int, ...]
+    last_normed: bool = True
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     num_hidden_layers: int = 1
@@ -75,6 +80,8 @@ class EagleConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
     fc_bias: bool | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -102,6 +109,14 @@ class EagleConfig:
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
+            if len(self.layer_types) != self.num_hidden_layers or not {*self.layer_types} <= {FULL, SLIDING}:
+                raise ValueError(
+                    f"layer_types: {self.layer_types} are not {self.num_hidden_layers} of {FULL} and {SLIDING}"
+                )
+        if self.slides and (type(self.sliding_window) is not int or self.sliding_window < 1):
+            raise ValueError(f"sliding_window: {self.sliding_window!r} is not a number of positions, at least 1")
         if self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
             raise ValueError(
                 f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
@@ -117,6 +132,11 @@ class EagleConfig:
             raise ValueError(f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1")
         if not self.taps:
             raise ValueError("taps: name at least one of the target's hidden states")
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return SLIDING in (self.layer_types or ())
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:

@@ -1,62 +1,107 @@
-"""Reads and writes published formats of EAGLE heads: SafeAILab's EAGLE-1 and EAGLE-3, SpecForge's, and speculators'. Covers
-files, tensor names and the index conventions of each format. Reading is strict.
+"""Reads and writes EAGLE heads as their trainers publish them. `LAYOUTS` lists how they name tensors; the rest says what a
+config means, and which hidden states it names. Reading is strict.
+
+No published checkpoint was available for a test: the layouts are those of the trainers' and the engines' sources.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
-from ..loading.files import fields_of, loading, require_sizes, shapes_of
-from .base import StateHead
+from ..loading.files import loading, require_sizes, shapes_of
 from .eagle import EagleHead
-from .eagle_config import LAYER_FIELDS, EagleConfig, default_taps
-from .files import find_file, find_folder, public_name, read_tensors, require_tensors
+from .eagle_config import LAYER_FIELDS, SLIDING, EagleConfig, default_taps
+from .files import (
+    FILES,
+    Checkpoint,
+    Layout,
+    Shapes,
+    agreed,
+    best_fit,
+    find_folder,
+    is_copy,
+    named_tokens,
+    public_name,
+    require_floats,
+    settle_vocabulary,
+    values_of,
+    write_head,
+)
 
 __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
-_FILES = ("model.safetensors", "pytorch_model.bin")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _PARALLEL = ("mask_token_id", "parallel_tokens")
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+_LAST = "last_normed"  # ours: `EagleConfig.last_normed`, where a head reads the last layer
 VERSION = "0.9.0"  # of speculators, for the format written here
 
+_SPECULATORS = Layout("an EAGLE-3 head of speculators", read_past=("verifier_norm.weight", "verifier_lm_head.weight"))
+LAYOUTS = {
+    1: (Layout("an EAGLE-1 head of its authors"),),
+    3: (
+        Layout("an EAGLE-3 head of ModelOpt, DeepSpec or SpecForge's P-EAGLE"),
+        Layout("an EAGLE-3 head of its authors, SpecForge or TorchSpec", ((r"midlayer\.", "layers.0."),)),
+        Layout("an EAGLE-3 head of NeMo Automodel", ((r"model\.", ""),)),
+    ),
+}
+"""By version of EAGLE."""
+_PARTS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+_NAMES = {
+    1: ("fc.bias", *(f"layers.0.{part}.weight" for part in (*_PARTS, "mlp.down_proj", "post_attention_layernorm"))),
+    3: (
+        *("norm.weight", "lm_head.weight"),
+        *(f"layers.0.{part}.weight" for part in (*_PARTS, "mlp.down_proj", "post_attention_layernorm")),
+        *("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"),
+    ),
+}
+"""Tensors that tell the versions apart."""
+
 Format = Literal["eagle", "speculators"]
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHead:
     """Load a head from a path (a folder, a `zoo:` name or a Hub id), in its stored dtype, on the CPU.
 
     The tensor names distinguish EAGLE-1 from EAGLE-3; config.json gives the rest. If it does not list the tapped layers of the
-    target, they are 2, L // 2 and L - 3. hub: download options.
+    target, they are 2, L // 2 and L - 3. A head with the target's vocabulary and without an output embedding gets a copy of the
+    target's. hub: download options.
 
     Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
-    name.
+    name and the layout that fits best.
     """
     folder = find_folder(path, **hub)
     with loading("draft", folder):
-        weights, config, own = _checked(folder, target)
-        head = EagleHead(config)
-        tensors = {own(name): tensor for name, tensor in read_tensors(weights).items()}
-        known = tensors.pop("t2d", None)
-        if not tensors["fc.weight"].is_floating_point():
-            raise ValueError(
-                f"draft: {weights} holds fc.weight in {tensors['fc.weight'].dtype}; floating point is expected"
-            )
-        head.to(tensors["fc.weight"].dtype)
+        checkpoint, config = _checked(folder, target)
+        tensors = checkpoint.tensors()
+        dtype = require_floats(tensors["fc.weight"], "fc.weight", folder)
+        settle_vocabulary(tensors, config.draft_vocab_size or config.vocab_size, config.vocab_size, folder)
+        output = target.get_output_embeddings()
+        if config.version == 1:
+            if (own := tensors.pop("lm_head.weight", None)) is not None and not is_copy(own, output):
+                raise ValueError(
+                    f"draft: {folder} holds lm_head.weight, which is not the target's; EAGLE-1 uses the target's"
+                )
+        elif "lm_head.weight" not in tensors:
+            tensors["lm_head.weight"] = _output_of(output, config, folder)
+        head = EagleHead(config).to(dtype)
         head.load_state_dict(tensors)
-        if known is not None and not torch.equal(known.bool(), draft_mask(head)):
-            raise ValueError(f"draft: {folder} holds t2d and d2t that name different tokens")
         return head.eval()
 
 
@@ -82,30 +127,29 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
         return True
     if "dflash_config" in fields or "target_layer_ids" in fields:  # a block drafter
         return False
-    if "draft_vocab_size" in fields:
+    if "draft_vocab_size" in fields or "eagle_config" in fields:
         return True
-    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-    return fields.get("num_hidden_layers") == 1 and file is not None and "fc.weight" in shapes_of(file)
+    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    return file is not None and {"fc.weight", *_NAMES[1][1:]} <= shapes_of(file).keys()
 
 
-def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, Callable[[str], str]]:
-    """The file of the weights, the config, and the head's name for each stored tensor.
+def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleConfig]:
+    """The checkpoint with our names, and the config.
 
     Nothing is allocated, so the sizes in config.json are compared with those of the tensors first.
     """
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"draft: {folder} holds no config.json")
-    fields = fields_of(folder / "config.json")
-    weights, shapes = find_file(folder, _FILES)
-    kind = fields.get("speculators_model_type")
+    found = Checkpoint.open(folder)
+    fields, where, kind = found.fields, found.config_file, found.fields.get("speculators_model_type")
     if kind not in (None, *_KINDS):
         raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
-    if fields.get("mask_token_id") is None and ("mask_hidden" in shapes or kind == "peagle"):
-        raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
-    require_fields(fields, shapes, folder / "config.json")
-    require_fields(fields.get("transformer_layer_config") or {}, shapes, folder / "config.json")
-    config = _config_of(fields, shapes, target)
+    if fields.get("mask_token_id") is None and ("mask_hidden" in found.shapes or kind == "peagle"):
+        raise ValueError(f"draft: {where} lacks mask_token_id, the mask token of a P-EAGLE head")
     wanted = target.config.get_text_config(decoder=True)
+    require_fields(fields, found.shapes, where, wanted.num_hidden_layers)
+    require_fields(fields.get("transformer_layer_config") or {}, found.shapes, where)
+    layouts = (_SPECULATORS,) if kind else (*LAYOUTS[1], *LAYOUTS[3])
+    found = found.under(best_fit(found.shapes, layouts, lambda layout: _NAMES[1 if layout in LAYOUTS[1] else 3]))
+    config = _config_of(found, wanted)
     if config.vocab_size != wanted.vocab_size:
         raise ValueError(
             f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {wanted.vocab_size}"
@@ -115,35 +159,40 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Path, EagleConfig, 
         raise ValueError(
             f"draft: {folder} was made for hidden states of width {config.target_hidden_size}; the target's have {width}"
         )
-    if max(config.taps) > wanted.num_hidden_layers:
+    if min(config.taps) < 1 or max(config.taps) > wanted.num_hidden_layers:
         raise ValueError(
-            f"draft: {folder} reads the hidden states {config.taps}; the target has {wanted.num_hidden_layers} layers"
+            f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {wanted.num_hidden_layers}"
         )
     with torch.device("meta"):
         outline = EagleHead(config)
     expected: dict[str, Any] = {name: tensor.shape for name, tensor in outline.state_dict().items()}
-    if outline.d2t is not None:
-        expected["t2d"] = (config.vocab_size,)
+    output = (config.draft_vocab_size or 0, config.hidden_size)
+    optional: Shapes = {"t2d": (config.vocab_size,)}
+    if outline.d2t is None:
+        optional = {**optional, "d2t": (config.vocab_size,), "lm_head.weight": output}
+        expected.pop("lm_head.weight", None)
+    found.require(expected, optional)
+    return found, config
 
-    def own(name: str) -> str:
-        return _renamed(name, "midlayer.", "layers.0.") if kind is None else name
 
-    require_tensors({own(name): shape for name, shape in shapes.items()}, expected, folder)
-    return weights, config, own
-
-
-def require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: Path) -> None:
-    """Check the values of a layer in config.json. Raises ValueError with the file and the field."""
+def require_fields(fields: Mapping[str, Any], shapes: Shapes, where: Path, target_layers: int | None = None) -> None:
+    """Check the values of a layer in config.json. target_layers: a number of layers that may be given in place of the head's.
+    Raises ValueError with the file and the field."""
 
     def refuse(name: str, expected: str) -> None:
         raise ValueError(f"draft: {where}: {name}: {fields[name]!r} is not {expected}")
 
     if not isinstance(fields, dict):
         raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
-    # an EAGLE-1 head may have no tensor of its vocabulary's size, which is compared with the target's
+    # a head may have no tensor of its vocabulary's size, which is compared with the target's
+    size = fields.get("vocab_size")
     others = {name: value for name, value in fields.items() if name != "vocab_size"}
-    require_sizes(others, shapes, where, exact=True)
-    require_sizes({"vocab_size": fields.get("vocab_size")}, {}, where, exact=True)
+    if others.get("draft_vocab_size") == size:
+        others.pop("draft_vocab_size", None)
+    if fields.get("num_hidden_layers") == target_layers:
+        others.pop("num_hidden_layers", None)
+    require_sizes(others, dict(shapes), where, exact=True)  # type: ignore[arg-type]
+    require_sizes({"vocab_size": size}, {}, where, exact=True)
     for name in ("rms_norm_eps", "rope_theta"):
         value = fields.get(name)
         if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
@@ -156,9 +205,10 @@ def require_fields(fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     if not isinstance(fields.get("layer_types") or [], list):
         refuse("layer_types", "a list")
     for part in (fields, fields.get("eagle_config") or {}):
-        taps = part.get(_TAPS)
-        if taps is not None and not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
-            raise ValueError(f"draft: {where}: {_TAPS}: {taps!r} is not a list of layers")
+        for name in (_TAPS, "target_layer_ids"):
+            taps = part.get(name)
+            if taps is not None and not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
+                raise ValueError(f"draft: {where}: {name}: {taps!r} is not a list of layers")
 
 
 def save_eagle(
@@ -166,21 +216,23 @@ def save_eagle(
 ) -> None:
     """Write config.json and model.safetensors into a folder; `load_eagle` restores the same head.
 
-    format: "eagle", the format of EAGLE's authors, with the tapped layers as SpecForge writes them; or "speculators", which
-        vLLM serves together with the target (EAGLE-3 only). The latter always contains an embedding.
+    format: "eagle", the format of EAGLE's authors, with the tapped layers as SpecForge and vLLM read them; or "speculators",
+        which vLLM serves together with the target (EAGLE-3 only). The latter always contains an embedding.
     target: the head's target. "speculators" stores its name, unless that is a local folder, and its embedding if the head
         has none.
 
     Raises ValueError for a head that the format cannot represent.
     """
-    folder = Path(folder)
     tensors = dict(head.state_dict())
     if head.d2t is not None:
-        tensors["t2d"] = draft_mask(head)
+        tensors["t2d"] = named_tokens(head.draft_tokens, head.config.vocab_size)
     if format == "eagle":
         fields = _as_eagle(head)
         if head.config.version == 3:
-            tensors = {_renamed(name, "layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+            tensors = {
+                f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
+                for name, tensor in tensors.items()
+            }
     elif format == "speculators":
         if head.config.version != 3:
             raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
@@ -192,68 +244,98 @@ def save_eagle(
                 tensors["embed_tokens.weight"] = head.embed(torch.arange(head.config.vocab_size), target)
     else:
         raise ValueError(f"format: {format!r} is not known; 'eagle' or 'speculators'")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    write_head(folder, fields, tensors)
 
 
-def _config_of(fields: Mapping[str, Any], tensors: Shapes, target: PreTrainedModel) -> EagleConfig:
-    """The config from the config.json of SafeAILab, of SpecForge or of speculators."""
-    of_speculators = fields.get("speculators_model_type") is not None
-    layers = target.config.get_text_config(decoder=True).num_hidden_layers
-    embedding = "embed_tokens.weight" in tensors
-    if of_speculators:
-        inner = fields.get("transformer_layer_config") or {}
-        layer = _of_layer(inner, inner.get("model_type", "llama"))
-    else:
-        layer = _of_layer(fields, "qwen3" if any(name.endswith(".q_norm.weight") for name in tensors) else "llama")
-        if not any(name.startswith("midlayer.") for name in tensors):
-            return EagleConfig(1, taps=(layers,), fc_bias=fields.get("bias", True), own_embedding=embedding, **layer)
-    taps, counted = fields.get(_TAPS), (fields.get("eagle_config") or {}).get(_TAPS)
-    if counted is not None and not of_speculators:
-        taps = [place + 1 for place in counted]
-    switches: dict[str, Any] = {name: bool(fields.get(name, False)) for name in _SWITCHES}
+def _output_of(module: Any, config: EagleConfig, folder: Path) -> Tensor:
+    """A copy of the target's output embedding, [V, H]. Raises ValueError for one that a head cannot have."""
+    weight, shape = getattr(module, "weight", None), (config.vocab_size, config.hidden_size)
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and getattr(module, "bias", None) is None
+    if not plain or tuple(weight.shape) != shape:  # type: ignore[union-attr]
+        raise ValueError(
+            f"draft: {folder} lacks lm_head.weight, and the target's output embedding cannot stand for it: expected floating "
+            f"point numbers of shape {list(shape)} without a bias"
+        )
+    return weight.detach().cpu()  # type: ignore[union-attr]
+
+
+def _config_of(found: Checkpoint, wanted: Any) -> EagleConfig:
+    """The config of any layout. wanted: the target's text config."""
+    fields, names, layers = found.fields, found.shapes.keys(), wanted.num_hidden_layers
+    of_speculators = "speculators_model_type" in fields
+    inner = (fields.get("transformer_layer_config") or {}) if of_speculators else fields
+    normed = any(name.endswith(".q_norm.weight") for name in names)
+    layer = _of_layer(inner, inner.get("model_type", "llama") if of_speculators else "qwen3" if normed else "llama")
+    if layer["num_hidden_layers"] == layers:  # some configs have the target's
+        layer["num_hidden_layers"] = len({name.split(".")[1] for name in names if name.startswith("layers.")}) or 1
+    for field, part in (("qkv_bias", "self_attn.q_proj"), ("o_bias", "self_attn.o_proj"), ("mlp_bias", "mlp.up_proj")):
+        layer[field] |= field not in fields and f"layers.0.{part}.bias" in names
+    embedding = "embed_tokens.weight" in names
+    if found.layout in LAYOUTS[1]:
+        return EagleConfig(1, taps=(layers,), fc_bias=fields.get("bias", True), own_embedding=embedding, **layer)
+    values = values_of(fields, "eagle_config")
+    taps, normed_last = _taps_of(fields, layers)
+    switches: dict[str, Any] = {name: bool(values.get(name, False)) for name in _SWITCHES}
+    tokens = agreed(_parallel_of(values), "parallel_tokens", "num_depths")
     return EagleConfig(
         version=3,
-        taps=tuple(default_taps(layers) if taps is None else taps),
-        target_hidden_size=fields.get("target_hidden_size"),
-        draft_vocab_size=fields.get("draft_vocab_size", 32000 if of_speculators else None),
+        taps=taps,
+        last_normed=bool(values.get(_LAST, normed_last)),
+        target_hidden_size=values.get("target_hidden_size"),
+        draft_vocab_size=values.get("draft_vocab_size", 32000 if of_speculators else None),
+        fc_bias="fc.bias" in names,
         own_embedding=embedding,
-        **_parallel_fields(fields),
-        **switches,
+        mask_token_id=values.get("mask_token_id"),
+        **({} if tokens is None else {"parallel_tokens": tokens}),
         **layer,
+        **switches,
     )
+
+
+def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], bool]:
+    """The tapped hidden states, and whether the last of the target's is normed, where a config does not say it itself.
+
+    Ids at the top are those of hidden states, as vLLM counts them. Ids in `eagle_config` count layers if they begin with 0 or
+    1, and hidden states otherwise, as SGLang decides since its pull request 25454 (2026-05-16) and as NVIDIA's ids for gpt-oss
+    need it, which name the last state (its pull request 32334, 2026-07-24). Both engines, and the hooks of ModelOpt and NeMo
+    Automodel, give the last layer's output before the final norm. DeepSpec counts layers and takes transformers' states.
+    """
+    top, nested = fields.get(_TAPS), (fields.get("eagle_config") or {}).get(_TAPS)
+    if top is not None:
+        return tuple(top), False
+    if (ids := fields.get("target_layer_ids")) is not None:
+        return tuple(tap + 1 for tap in ids), True
+    if nested is None:
+        return default_taps(layers), False
+    # before it wrote both lists, this package wrote the second alone, with layers
+    counts_layers = layers not in nested and (min(nested) <= 1 or "qkv_bias" in fields)
+    return tuple(tap + 1 if counts_layers else tap for tap in nested), False
 
 
 def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """The fields of an EagleConfig for its decoder layer; missing values get the default of the kind.
 
-    Raises ValueError for a kind of layer or a sliding window that a head cannot have.
+    Raises ValueError for a kind of layer that a head cannot have.
     """
     if kind not in ("llama", "qwen3"):
         raise ValueError(f"draft: heads with layers of kind {kind!r} are not known; 'llama' or 'qwen3'")
-    if "sliding_attention" in (fields.get("layer_types") or ()):
-        raise ValueError("draft: layer_types: heads with a sliding window are not known")
     defaults: Any = LlamaConfig() if kind == "llama" else Qwen3Config()
-
-    def value(name: str) -> Any:
-        found = fields.get(name)
-        return getattr(defaults, name) if found is None else found
-
-    size, heads = value("hidden_size"), value("num_attention_heads")
-    few = fields.get("num_key_value_heads") or (heads if kind == "llama" else defaults.num_key_value_heads)
-    attention_bias = bool(fields.get("attention_bias", False))
+    given = values_of(fields)
+    values = {name: given.get(name, getattr(defaults, name)) for name in LAYER_FIELDS}
+    size, heads = values["hidden_size"], values["num_attention_heads"]
+    attention_bias, types = bool(given.get("attention_bias", False)), given.get("layer_types", [])
     return {
-        **{name: value(name) for name in LAYER_FIELDS},
+        **values,
         "layer": kind,
-        "head_dim": fields.get("head_dim") or (size // heads if kind == "llama" else defaults.head_dim),
-        "num_key_value_heads": few,
-        "qkv_bias": bool(fields.get("qkv_bias", attention_bias)),
+        "head_dim": given.get("head_dim") or (size // heads if kind == "llama" else defaults.head_dim),
+        "num_key_value_heads": given.get("num_key_value_heads")
+        or (heads if kind == "llama" else defaults.num_key_value_heads),
+        "qkv_bias": bool(given.get("qkv_bias", attention_bias)),
         "o_bias": attention_bias,
-        "mlp_bias": bool(fields.get("mlp_bias", False)),
-        "num_hidden_layers": fields.get("num_hidden_layers", 1),
+        "mlp_bias": bool(given.get("mlp_bias", False)),
+        "num_hidden_layers": given.get("num_hidden_layers", 1),
         "rope": rope_of(fields),
+        **({"layer_types": tuple(types), "sliding_window": given.get("sliding_window")} if SLIDING in types else {}),
     }
 
 
@@ -266,12 +348,14 @@ def rope_of(fields: Mapping[str, Any], default: float = 10000.0) -> dict[str, An
 
 
 def _layer_fields(config: EagleConfig) -> dict[str, Any]:
+    window = {"layer_types": list(config.layer_types or ()), "sliding_window": config.sliding_window}
     return {
         "model_type": config.layer,
         **{name: getattr(config, name) for name in LAYER_FIELDS},
         "attention_bias": config.o_bias,
         "mlp_bias": config.mlp_bias,
         "tie_word_embeddings": False,
+        **(window if config.slides else {}),
     }
 
 
@@ -289,11 +373,13 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
     }
     if config.version == 1:
         return {**fields, "bias": config.fc_bias}
+    counted = [tap - (min(config.taps) <= 2) for tap in config.taps]  # as SGLang tells layers from states: see _taps_of
     return {
         **fields,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
-        "eagle_config": {"use_aux_hidden_state": True, _TAPS: [tap - 1 for tap in config.taps]},
+        _TAPS: list(config.taps),
+        "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted, _LAST: config.last_normed},
         **{name: True for name in _SWITCHES if getattr(config, name)},
         **({} if config.mask_token_id is None else {name: getattr(config, name) for name in _PARALLEL}),
     }
@@ -301,8 +387,10 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
 
 def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
     config = head.config
-    if config.qkv_bias != config.o_bias:
-        raise ValueError("format: 'speculators' supports no biases for queries, keys and values only; use 'eagle'")
+    if config.qkv_bias != config.o_bias or config.fc_bias:
+        raise ValueError(
+            "format: 'speculators' supports no biases for queries, keys and values only, and none of fc; use 'eagle'"
+        )
     parallel = config.mask_token_id is not None
     kind = "peagle" if parallel else "eagle3"
     return {
@@ -313,6 +401,7 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
         **{name: getattr(config, name) for name in _SWITCHES},
         "target_hidden_size": config.target_hidden_size,
         _TAPS: list(config.taps),
+        _LAST: config.last_normed,
         "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
         "dtype": str(head.dtype).removeprefix("torch."),
@@ -322,13 +411,13 @@ def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
     }
 
 
-def _parallel_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a P-EAGLE head has besides. Speculators write the number of tokens with the proposal method."""
-    if fields.get("mask_token_id") is None:
+def _parallel_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a P-EAGLE head. Speculators write the number of tokens with the proposal method."""
+    if "mask_token_id" not in values:
         return {}
-    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = fields.get("parallel_tokens", methods[0].get("speculative_tokens"))
-    return {"mask_token_id": fields["mask_token_id"]} | ({} if tokens is None else {"parallel_tokens": tokens})
+    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
+    return {"num_depths": tokens, **values} if tokens is not None and "parallel_tokens" not in values else dict(values)
 
 
 def speculators_config(algorithm: str, tokens: int, target: PreTrainedModel | None) -> dict[str, Any]:
@@ -349,15 +438,3 @@ def speculators_config(algorithm: str, tokens: int, target: PreTrainedModel | No
         "proposal_methods": [proposal],
         "verifier": verifier,
     }
-
-
-def draft_mask(head: StateHead) -> torch.Tensor:
-    """[V] bool: which of the target's tokens the head can draft. Raises ValueError for a d2t with ids out of range."""
-    tokens, size = head.draft_tokens.cpu(), head.config.vocab_size
-    if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != len(tokens):
-        raise ValueError(f"d2t: its ids are not {len(tokens)} different tokens of the target's {size}")
-    return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens, True)
-
-
-def _renamed(name: str, old: str, new: str) -> str:
-    return new + name.removeprefix(old) if name.startswith(old) else name

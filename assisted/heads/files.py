@@ -1,8 +1,13 @@
-"""Finds the checkpoint files of heads and reads their tensors strictly."""
+"""The files of trained heads: finds them, brings the names of a layout to ours, and reads strictly. What a layout is called and
+how it names tensors is in the tables of each method; nothing here knows a method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +15,140 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .. import zoo
-from ..loading.files import shapes_of, stored_in
+from ..loading.files import fields_of, files_by_tensor, shapes_of, write_json
 
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
+FILES = (SAFE_WEIGHTS_NAME, "pytorch_model.bin")
+_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")  # computed from the config
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one producer writes a head.
+
+    Args:
+        title: what is written and by whom, for messages.
+        names: what its names begin with, as regular expressions, and what stands for that in ours; applied in this order.
+        read_past: regular expressions of stored names that the head does not use.
+    """
+
+    title: str
+    names: tuple[tuple[str, str], ...] = ()
+    read_past: tuple[str, ...] = ()
+
+    def own(self, name: str) -> str:
+        """Our name of a stored tensor; empty for one that is read past."""
+        if _BUFFER.fullmatch(name) or any(re.fullmatch(pattern, name) for pattern in self.read_past):
+            return ""
+        for begins, ours in self.names:
+            name = re.sub(f"^(?:{begins})", ours, name)
+        return name
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The config and the tensors of a folder. No tensor is read before `tensors`.
+
+    Args:
+        folder: with all files.
+        fields: of its config.json.
+        shapes: of the tensors.
+        stored: the file and the stored name of each of them.
+        layout: what the names have been brought from; None for stored names.
+    """
+
+    folder: Path
+    fields: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    stored: dict[str, tuple[Path, str]]
+    layout: Layout | None = None
+
+    @property
+    def config_file(self) -> Path:
+        return self.folder / "config.json"
+
+    @classmethod
+    def open(cls, folder: Path, names: Sequence[str] = FILES, needs_config: bool = True) -> Checkpoint:
+        """The first of these files that exists, or all files of an index. Raises ValueError for a missing or broken one."""
+        has_config = (folder / "config.json").is_file()
+        if needs_config and not has_config:
+            raise ValueError(f"draft: {folder} holds no config.json")
+        try:
+            fields = fields_of(folder / "config.json") if has_config else {}
+            found = [folder / name for name in names if (folder / name).is_file()][:1]
+            if not found and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+                found = [folder / name for name in sorted(set(files_by_tensor(folder).values()))]
+            if missing := [file.name for file in found if not file.is_file()]:
+                raise ValueError(f"{folder / SAFE_WEIGHTS_INDEX_NAME}: weight_map: {missing[0]} is missing in {folder}")
+            shapes = {file: shapes_of(file) for file in found}
+        except ValueError as error:
+            raise ValueError(f"draft: {error}") from error
+        if not found:
+            raise ValueError(f"draft: {folder} holds none of {', '.join(names)}")
+        stored = {name: (file, name) for file in found for name in shapes[file]}
+        return cls(folder, fields, {name: shapes[file][name] for name, (file, _) in stored.items()}, stored)
+
+    @property
+    def file(self) -> Path:
+        """Of the first tensor."""
+        return next((file for file, _ in self.stored.values()), self.folder)
+
+    @property
+    def numbers(self) -> int:
+        """How many there are in all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def under(self, layout: Layout) -> Checkpoint:
+        """The same with our names. Raises ValueError for two tensors with one name."""
+        own: dict[str, str] = {}
+        for name in self.shapes:
+            if (ours := layout.own(name)) and (other := own.setdefault(ours, name)) != name:
+                raise ValueError(f"draft: {self.folder} holds both {other} and {name}, which are the same tensor")
+        return replace(
+            self,
+            shapes={ours: self.shapes[name] for ours, name in own.items()},
+            stored={ours: self.stored[name] for ours, name in own.items()},
+            layout=layout,
+        )
+
+    def require(self, expected: Shapes, optional: Shapes) -> None:
+        """Check that it has the expected tensors, perhaps the optional ones, and no others. Raises ValueError with the layout
+        and the first name that is missing, unknown or misshapen."""
+        where = f"{self.folder}, read as {self.layout.title}," if self.layout else self.folder
+        found = {name for name in optional if name in self.shapes}
+        require_tensors(self.shapes, {**expected, **{name: optional[name] for name in found}}, where)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors. Pickled files are read with `weights_only=True`."""
+        made: dict[str, Tensor] = {}
+        for file in dict.fromkeys(file for file, _ in self.stored.values()):
+            own = {ours: name for ours, (place, name) in self.stored.items() if place == file}
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as opened:
+                    made |= {ours: opened.get_tensor(name) for ours, name in own.items()}
+            else:
+                held = torch.load(file, map_location="cpu", weights_only=True)
+                made |= {ours: held[name] for ours, name in own.items()}
+        return made
+
+
+def best_fit(names: Iterable[str], layouts: Sequence[Layout], expected: Callable[[Layout], Iterable[str]]) -> Layout:
+    """The layout whose names differ least from those that a checkpoint stores; of equals, the first."""
+    stored = list(names)
+
+    def misfit(layout: Layout) -> int:
+        return len({*map(layout.own, stored)} - {""} ^ {*expected(layout)})
+
+    return min(layouts, key=misfit)
 
 
 def find_folder(path: str | Path, files: list[str] | None = None, **hub: Any) -> Path:
@@ -42,47 +174,107 @@ def public_name(target: PreTrainedModel | None) -> str | None:
     return None if Path(name).exists() else name
 
 
-def find_file(folder: Path, names: Sequence[str]) -> tuple[Path, dict[str, tuple[int, ...]]]:
-    """The first of these files that exists, and the shapes of its tensors, without reading the tensors.
-
-    Raises ValueError if none exists or the file is broken.
-    """
-    for name in names:
-        if (folder / name).is_file():
-            try:
-                return folder / name, shapes_of(folder / name)
-            except ValueError as error:
-                raise ValueError(f"draft: {error}") from error
-    raise ValueError(f"draft: {folder} holds none of {', '.join(names)}")
-
-
 def stored_numbers(path: str | Path) -> int:
-    """How many numbers the heads at a path have, from the header of their file."""
-    file, _ = find_file(find_folder(path), ("model.safetensors", "medusa_lm_head.safetensors"))
-    return sum(tensor.parameter_count for tensor in stored_in(file).values())
+    """How many numbers the heads at a path have, from the headers of their files."""
+    return Checkpoint.open(find_folder(path)).numbers
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file. Pickled files are read with `weights_only=True`."""
-    if file.suffix == ".safetensors":
-        return load_file(file)
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def require_tensors(
-    found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], where: str | Path
-) -> None:
+def require_tensors(found: Shapes, expected: Shapes, where: str | Path) -> None:
     """Check that a checkpoint has exactly these tensors with these shapes. found, expected: shapes by name.
 
-    Raises ValueError with the name of the first tensor that is missing, unknown or misshapen.
+    Raises ValueError with the name of the first tensor that is missing, and of the first that is unknown or misshapen.
     """
-    for problem, names in (
-        ("lacks", expected.keys() - found.keys()),
-        ("has an unknown", found.keys() - expected.keys()),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(f"draft: {where} {problem} tensor {min(names)}{more}")
+    problems = [
+        f"{problem} tensor {min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+        for problem, names in (
+            ("lacks", expected.keys() - found.keys()),
+            ("has an unknown", found.keys() - expected.keys()),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(f"draft: {where} {' and '.join(problems)}")
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
             raise ValueError(f"draft: {where} holds {name} of shape {list(found[name])}; expected {list(shape)}")
+
+
+def values_of(fields: Mapping[str, Any], *inner: str) -> dict[str, Any]:
+    """All fields of a config that are given, those of the objects `inner` beside those at the top, which they replace. Raises
+    ValueError for an inner one that is no object."""
+    found = {name: value for name, value in fields.items() if value is not None}
+    for name in inner:
+        part = fields.get(name) or {}
+        if not isinstance(part, dict):
+            raise ValueError(f"draft: {name}: {part!r} is not an object")
+        found |= {key: value for key, value in part.items() if value is not None}
+    return found
+
+
+def agreed(values: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """The value that a config has under one of several names. Raises ValueError if two of them differ."""
+    given = [name for name in names if name in values]
+    if differing := [name for name in given if values[name] != values[given[0]]]:
+        one, other = given[0], differing[0]
+        raise ValueError(f"draft: {one}, {other}: {values[one]!r} and {values[other]!r} contradict each other")
+    return values[given[0]] if given else default
+
+
+def is_copy(tensor: Tensor, module: Any) -> bool:
+    """Whether a stored tensor is the weight of the target's module."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.is_meta or weight.shape != tensor.shape or not weight.is_floating_point():
+        return False
+    return torch.equal(weight.detach().cpu().to(tensor.dtype), tensor)
+
+
+def settle_vocabulary(tensors: dict[str, Tensor], draft_size: int, size: int, where: str | Path) -> None:
+    """Check `d2t` and `t2d`, and keep only the `d2t` of a reduced vocabulary. draft_size, size: Vd and V.
+
+    Raises ValueError for offsets that are not whole, that lead to no tokens or to one token twice, or that a full vocabulary
+    cannot have, and for a `t2d` that names other tokens.
+    """
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    tokens = torch.arange(draft_size)
+    if d2t is not None:
+        offsets = d2t.to(torch.int64)
+        if not torch.equal(offsets.to(d2t.dtype), d2t):
+            raise ValueError(f"draft: {where} holds d2t in {d2t.dtype} with fractions; its offsets have to be whole")
+        tokens = tokens + offsets
+        if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != draft_size:
+            raise ValueError(
+                f"draft: {where}: d2t: its ids are not {draft_size} different tokens of the target's {size}; each of its "
+                "numbers has to be the offset from a token of the draft to the target's"
+            )
+        if draft_size == size and bool(offsets.any()):
+            raise ValueError(f"draft: {where}: d2t: its offsets exchange tokens of a full vocabulary; expected zeros")
+        if draft_size != size:
+            tensors["d2t"] = offsets
+    if t2d is not None and not torch.equal(t2d.bool(), named_tokens(tokens, size)):
+        raise ValueError(f"draft: {where} holds t2d and d2t that name different tokens")
+
+
+def named_tokens(tokens: Tensor, size: int) -> Tensor:
+    """[V] bool: which of the target's tokens a draft has, `t2d`."""
+    return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
+
+
+def require_floats(tensor: Tensor, name: str, where: str | Path) -> torch.dtype:
+    """The dtype of a tensor. Raises ValueError unless its numbers are floating point."""
+    if not tensor.is_floating_point():
+        raise ValueError(f"draft: {where} holds {name} in {tensor.dtype}; floating point is expected")
+    return tensor.dtype
+
+
+def write_head(
+    folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = FILES[0]
+) -> None:
+    """Write config.json and the tensors; a file that is not safetensors is pickled."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", fields)
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    if file.endswith(".safetensors"):
+        save_file(held, folder / file, metadata={"format": "pt"})
+    else:
+        torch.save(held, folder / file)

@@ -57,6 +57,9 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head, in_8_bits=True)}
     if not may_copy(head.parameters()) or any_touched(head.modules()):
         return PreparedModule(with_children(head, children))
+    if head.config.slides:
+        warning = "the EAGLE head's layers run as they are: there is no faster form of layers with a sliding window"
+        return PreparedModule(with_children(head, children), warning=warning)
     angles = Angles(head.rotary_emb, head.config.of_layer(), head.dtype)
     shared = Shared(angles)
     first, *others = head.layers

@@ -1,25 +1,23 @@
-"""Medusa heads (2401.10774): the module and its three checkpoint formats. Head h reads the target's state after the final norm
+"""Medusa heads (2401.10774): the module and its checkpoint formats. Head h reads the target's state after the final norm
 at token t and predicts token t + 2 + h; the target's own output predicts t + 1.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..loading.files import loading
-from .files import find_file, find_folder, public_name, read_tensors, require_tensors
+from .files import Checkpoint, Layout, find_folder, public_name, write_head
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 Format = Literal["medusa", "medusa-pt", "vllm"]
@@ -115,15 +113,15 @@ class MedusaHeads(nn.Module):
         """
         folder = find_folder(path, **hub)
         with loading("draft", folder):
-            file, shapes = find_file(folder, FILES)
-            vllm = any(name.startswith("blocks.") for name in shapes)
-            names = _VLLM if vllm else _MEDUSA
+            checkpoint, names = _opened(folder)
+            file, shapes = checkpoint.file, checkpoint.shapes
+            vllm = names is _VLLM
             heads, layers = names.size(shapes)
             if heads * layers > max(1, len(shapes)):
                 raise ValueError(
                     f"draft: {file} counts up to {heads} heads of {layers} layers with {len(shapes)} tensors; some are missing"
                 )
-            found = read_tensors(file)
+            found = checkpoint.tensors()
             token_map = found.pop("token_map", None) if vllm else None
             outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
             first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
@@ -149,7 +147,7 @@ class MedusaHeads(nn.Module):
                     bias=not vllm or any(name.endswith("bias") for name in found),
                 )
             there = {name: tuple(tensor.shape) for name, tensor in found.items()}
-            require_tensors(there, {name: part.shape for name, part in names.of(new).items()}, folder)
+            replace(checkpoint, shapes=there).require({name: part.shape for name, part in names.of(new).items()}, {})
             new.to(first.dtype).to_empty(device="cpu")
             new.token_map = token_map
             with torch.no_grad():
@@ -166,8 +164,6 @@ class MedusaHeads(nn.Module):
 
         Raises ValueError for heads that the format cannot represent.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         heads = self._with_output(target) if self.output is None and format != "medusa" else self
         base = public_name(target)
         if format == "vllm":
@@ -199,13 +195,8 @@ class MedusaHeads(nn.Module):
                 **({"version": "2"} if heads.output is None else {}),
             }
             tensors = _MEDUSA.of(heads)
-        tensors = {name: part.detach().cpu().clone() for name, part in tensors.items()}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if format == "medusa-pt":
-            torch.save(tensors, folder / "medusa_lm_head.pt")
-        else:
-            file = "model.safetensors" if format == "vllm" else "medusa_lm_head.safetensors"
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+        file = {"vllm": "model.safetensors", "medusa-pt": "medusa_lm_head.pt"}.get(format, "medusa_lm_head.safetensors")
+        write_head(folder, config, tensors, file)
 
     def _with_output(self, target: PreTrainedModel | None) -> MedusaHeads:
         """The same heads with a copy of the target's output, one for all of them."""
@@ -252,19 +243,42 @@ class _Names:
 
 _MEDUSA = _Names("{h}.{l}.linear.weight", "{h}.{l}.linear.bias", "{h}.{n}.weight", repeats=True)
 _VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm_heads.{h}.weight", repeats=False)
+_LAYOUTS = (
+    ("blocks.", Layout("Medusa heads for vLLM"), _VLLM),
+    (
+        "medusa_head.",
+        Layout("Medusa-2 heads beside their model", ((r"medusa_head\.", ""),), (r"(?!medusa_head\.).*",)),
+        _MEDUSA,
+    ),
+    ("", Layout("Medusa heads of their authors"), _MEDUSA),
+)
+"""What one of the names begins with, and how the others are read."""
 
 
-def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
-    """Check the width of the heads at a path, without reading their weights. target: may be on the meta device. hub: download
-    options.
+def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> int:
+    """Check the width of the heads at a path, without reading their weights, and return how many numbers they have. target: may
+    be on the meta device. hub: download options.
 
     Raises ValueError if the heads were made for a target of another width.
     """
-    file, shapes = find_file(find_folder(path, **hub), FILES)
-    names = _VLLM if any(name.startswith("blocks.") for name in shapes) else _MEDUSA
-    first, (_, width) = shapes.get(names.weight.format(h=0, l=0)), output_size(target)
+    found, names = _opened(find_folder(path, **hub))
+    first, (_, width) = found.shapes.get(names.weight.format(h=0, l=0)), output_size(target)
     if first is not None and first[-1] != width:
-        raise ValueError(f"draft: {file} was made for hidden states of width {first[-1]}; the target's have {width}")
+        raise ValueError(
+            f"draft: {found.file} was made for hidden states of width {first[-1]}; the target's have {width}"
+        )
+    return found.numbers
+
+
+def _opened(folder: Path) -> tuple[Checkpoint, _Names]:
+    """The checkpoint of heads, without the tensors of a model beside them, and how its format names tensors."""
+    found = Checkpoint.open(folder, FILES, needs_config=False)
+    layout, names = next(
+        (layout, names)
+        for mark, layout, names in _LAYOUTS
+        if any(name.startswith(mark) for name in found.shapes or [""])
+    )
+    return found.under(layout), names
 
 
 def output_size(target: PreTrainedModel) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from eagle_heads import features_of, learn, written
 from transformers import PreTrainedModel
 
 from assisted.heads.block import BlockHead
-from assisted.heads.block_config import SLIDING, BlockConfig
+from assisted.heads.block_config import BlockConfig
+from assisted.heads.eagle_config import SLIDING
 from assisted.training.block import after, draft_blocks, teacher_forced
 
 __all__ = ["Reference", "random_block", "trained_block"]

@@ -30,8 +30,9 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.passes import Inputs
 from assisted.heads import block as block_module
 from assisted.heads.block import BlockHead
-from assisted.heads.block_config import FULL, SLIDING, BlockConfig, block_taps
+from assisted.heads.block_config import BlockConfig, block_taps
 from assisted.heads.block_runner import Block, BlockRunner
+from assisted.heads.eagle_config import FULL, SLIDING
 from assisted.lengths.rates import Rates
 from assisted.training.block import after, draft_blocks, teacher_forced
 

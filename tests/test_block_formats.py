@@ -17,8 +17,8 @@ from test_block import VARIANTS
 from assisted.drafters import DFlash, parse
 from assisted.drafters.registry import kind_of
 from assisted.heads.block import BlockHead
-from assisted.heads.block_config import FULL, SLIDING
 from assisted.heads.block_formats import load_block, require_block, save_block
+from assisted.heads.eagle_config import FULL, SLIDING
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -277,7 +277,7 @@ def inner(**fields: Any) -> dict[str, Any]:
         (ZLAB | {"block_size": 1}, "block_size: a block of 1 drafts nothing"),
         (ZLAB | {"dflash_config": 3}, "dflash_config: 3 is not an object"),
         (ZLAB | {"layer_types": ["linear_attention"] * 2}, "layer_types"),
-        (ZLAB | {"layer_types": [SLIDING] * 2}, "sliding_window: None is less than the block"),
+        (ZLAB | {"layer_types": [SLIDING] * 2}, "sliding_window: None is not a number of positions"),
         (DEEPSPEC | {"block_size": None}, "block_size is missing"),
     ],
 )

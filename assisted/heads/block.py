@@ -14,7 +14,8 @@ from transformers import Cache, PreTrainedModel, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .base import StateHead
-from .block_config import FULL, BlockConfig
+from .block_config import BlockConfig
+from .eagle_config import FULL
 
 
 class BlockHead(StateHead):

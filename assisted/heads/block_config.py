@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, Qwen3Config
 
-from .eagle_config import FULL, LAYER_FIELDS, SLIDING, EagleConfig
+from .eagle_config import LAYER_FIELDS, EagleConfig, HeadConfig
 
 Markov = Literal["vanilla", "gated", "rnn"]
 _MARKOVS = ("vanilla", "gated", "rnn")
@@ -22,28 +22,18 @@ def block_taps(target_layers: int, layers: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(1, round(layer) + 1), target_layers) for layer in spread}))
 
 
-@dataclass(frozen=True)
-class BlockConfig:
-    """The sizes of a block drafter, and which parts it has.
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(HeadConfig):
+    """The sizes of a block drafter, and which parts it has. The arguments of `HeadConfig`, and these:
 
     Args:
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers; hidden_size is H.
-        vocab_size: V, the target's.
-        taps: indices into transformers' `hidden_states` of the target.
-        last_normed: as in `EagleConfig`.
-        target_hidden_size: Ht; None (default) for H.
-        draft_vocab_size: Vd, the number of tokens that it can draft; None (default) for all V.
-        num_hidden_layers: decoder layers.
         block_size: rows of a block, the anchor included.
         next_token: each row predicts the token after its position, so that a block drafts `block_size` tokens (DeepSpec). False
             (default): each row but the anchor's predicts the token at its position, one fewer (z-lab).
         mask_token_id: the token whose embedding stands for tokens that are not known; None (default) for `mask_embedding`.
-        layer_types: "full_attention" or "sliding_attention" of each layer; None (default) for full attention everywhere.
-        sliding_window: sliding layers attend to positions less than this far back.
         causal, sliding_causal: full and sliding layers attend to no later row of the block. False by default.
-        hidden_act, rms_norm_eps, max_position_embeddings, rope: of the layers, as in transformers.
         bias: the attention's projections have biases.
-        own_embedding, own_output: it has an embedding [V, H] or an output embedding [Vd, H] of its own, not the target's.
+        own_output: it has an output embedding [Vd, H] of its own, not the target's.
         embedding_scale: multiplies the rows of the embedding; None (default) embeds as the target's module does.
         logit_scale, logit_cap: logits become cap * tanh(scale * logits / cap); no cap by default.
         markov: DSpark's correction by the token before: "vanilla", "gated" or "rnn". None (default) has none.
@@ -54,30 +44,14 @@ class BlockConfig:
         selector_rank, selector_top_k: of DFlash2's candidate selector. 0 (default) has none.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    taps: tuple[int, ...]
-    last_normed: bool = True
-    target_hidden_size: int | None = None
-    draft_vocab_size: int | None = None
     num_hidden_layers: int = 2
     block_size: int = 8
     next_token: bool = False
     mask_token_id: int | None = None
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: int | None = None
     causal: bool = False
     sliding_causal: bool = False
-    hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e6})
     bias: bool = False
-    own_embedding: bool = False
     own_output: bool = False
     embedding_scale: float | None = None
     logit_scale: float = 1.0
@@ -92,25 +66,12 @@ class BlockConfig:
     selector_top_k: int = 16
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("target_hidden_size", self.hidden_size),
-            ("draft_vocab_size", self.vocab_size),
-            ("layer_types", (FULL,) * self.num_hidden_layers),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("taps", "layer_types"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        super().__post_init__()
         reduced = self.draft_vocab_size != self.vocab_size
         for wrong, said in (
-            (not self.taps, "taps: name at least one of the target's hidden states"),
             (self.drafts < 1, f"block_size: a block of {self.block_size} drafts nothing"),
             (
-                len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {FULL, SLIDING},
-                f"layer_types: {self.kinds} are not {self.num_hidden_layers} of {FULL} and {SLIDING}",
-            ),
-            (
-                SLIDING in self.kinds and (self.sliding_window or 0) < self.block_size,
+                self.slides and (self.sliding_window or 0) < self.block_size,
                 f"sliding_window: {self.sliding_window} is less than the block of {self.block_size}",
             ),
             (
@@ -130,11 +91,6 @@ class BlockConfig:
         ):
             if wrong:
                 raise ValueError(said)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """`layer_types`."""
-        return self.layer_types or ()
 
     @property
     def drafts(self) -> int:

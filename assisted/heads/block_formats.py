@@ -13,13 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, Qwen3Config
 
 from ..loading.files import loading
 from .block import BlockHead
-from .block_config import FULL, SLIDING, BlockConfig
-from .eagle_config import LAYER_FIELDS
+from .block_config import BlockConfig
+from .eagle_config import FULL, LAYER_FIELDS, SLIDING
 from .eagle_formats import VERSION, require_fields, rope_of, speculators_config
 from .files import (
     Checkpoint,
@@ -29,9 +28,9 @@ from .files import (
     best_fit,
     find_folder,
     is_copy,
-    named_tokens,
-    require_floats,
-    settle_vocabulary,
+    read_head,
+    require_fitting,
+    tensors_of,
     values_of,
     write_head,
 )
@@ -82,9 +81,7 @@ def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHe
     folder = find_folder(path, **hub)
     with loading("draft", folder):
         checkpoint, config = _checked(folder, target)
-        tensors = checkpoint.tensors()
-        dtype = require_floats(tensors["fc.weight"], "fc.weight", folder)
-        settle_vocabulary(tensors, config.draft_vocab_size or config.vocab_size, config.vocab_size, folder)
+        tensors = read_head(checkpoint, config)
         shared: dict[str, Any] = {}
         for name, field, module in (
             ("embed_tokens.weight", "own_embedding", target.get_input_embeddings()),
@@ -93,7 +90,7 @@ def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHe
             if name in tensors and config.draft_vocab_size == config.vocab_size and is_copy(tensors[name], module):
                 del tensors[name]
                 shared[field] = False
-        head = BlockHead(replace(config, **shared)).to(dtype)
+        head = BlockHead(replace(config, **shared)).to(tensors["fc.weight"].dtype)
         head.load_state_dict(tensors)
         return head.eval()
 
@@ -161,10 +158,7 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
         },
         "speculators_config": speculators_config(kind, config.drafts, target),
     }
-    tensors = dict(head.state_dict())
-    if head.d2t is not None:
-        tensors["t2d"] = named_tokens(head.draft_tokens, config.vocab_size)
-    write_head(folder, fields, tensors)
+    write_head(folder, fields, tensors_of(head))
 
 
 def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockConfig]:
@@ -189,25 +183,11 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCo
         require_fields(sized, found.shapes, found.config_file)
     wanted = target.config.get_text_config(decoder=True)
     config = _config_of(values, found.shapes, wanted, folder)
-    for name, given, own in (
-        ("a vocabulary of", config.vocab_size, wanted.vocab_size),
-        ("hidden states of width", config.target_hidden_size, wanted.hidden_size),
-    ):
-        if given != own:
-            raise ValueError(f"draft: {folder} was made for {name} {given}; the target's: {own}")
-    if min(config.taps) < 1 or max(config.taps) > wanted.num_hidden_layers:
-        raise ValueError(
-            f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {wanted.num_hidden_layers}"
-        )
     rows = target.get_input_embeddings()
     most = wanted.vocab_size if rows is None else max(wanted.vocab_size, getattr(rows, "num_embeddings", 0))
     if config.mask_token_id is not None and not 0 <= config.mask_token_id < most:
         raise ValueError(f"draft: {folder}: mask_token_id: the target has no embedding of token {config.mask_token_id}")
-    with torch.device("meta"):
-        outline = BlockHead(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
-    maps: Shapes = {"t2d": (config.vocab_size,)}
-    found.require(expected, maps if outline.d2t is not None else {**maps, "d2t": (config.vocab_size,)})
+    require_fitting(found, config, BlockHead, wanted)
     return found, config
 
 

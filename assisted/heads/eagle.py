@@ -111,7 +111,7 @@ class EagleHead(Head):
         masks = {FULL: attention_mask}
         if self.config.slides:
             masks[SLIDING] = windowed(attention_mask, states.shape[1], self.config.sliding_window or 1, states.device)
-        first, *others = zip(self.layers, self.config.layer_types or [FULL] * len(self.layers), strict=True)
+        first, *others = zip(self.layers, self.config.kinds, strict=True)
         layer, kind = first
         if self.config.version == 1:
             hidden = layer(self.fc(torch.cat([embeddings, states], -1)), attention_mask=masks[kind], **kwargs)

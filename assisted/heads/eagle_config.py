@@ -1,4 +1,4 @@
-"""The configuration of an EAGLE head, independent of the checkpoint format."""
+"""The configurations of heads with layers of their own, and of EAGLE heads among them; independent of the checkpoint format."""
 
 from __future__ import annotations
 
@@ -32,38 +32,26 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     return low, middle, high
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    """The sizes of a head and how its parts are connected.
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """The sizes of a head and of its layers, and what it reads of the target.
 
     Args:
-        version: 1 (EAGLE-1 and EAGLE-2, which differ in how they draft) or 3.
-        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of the layer; hidden_size is H.
+        hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: of its layers; hidden_size is H.
         vocab_size: V, the target's.
         taps: indices into transformers' `hidden_states` of the target, from which the features are taken. Index L, the number
-            of layers, is the output of the final norm. EAGLE-1 has one, (L,).
+            of layers, is the output of the final norm.
         last_normed: tap L is that; False: the output of the last layer, before the final norm.
-        target_hidden_size: Ht; None (default) for H, which EAGLE-1 needs.
-        draft_vocab_size: Vd, the number of tokens that the head can draft; None (default) for all V. EAGLE-3 only.
-        num_hidden_layers: decoder layers; in EAGLE-3, the first is the fused one.
-        layer: "llama" (default) or "qwen3", the kind of decoder layer.
-        hidden_act, rms_norm_eps, max_position_embeddings: of the layer, as in transformers.
-        rope: transformers' `rope_parameters`, including `rope_theta`.
+        target_hidden_size: Ht; None (default) for H.
+        draft_vocab_size: Vd, the number of tokens that the head can draft; None (default) for all V.
+        num_hidden_layers: decoder layers.
         layer_types: "full_attention" or "sliding_attention" of each layer; None (default) for full attention everywhere.
         sliding_window: sliding layers attend to positions less than this far back.
-        fc_bias: `fc`, the fusion, has a bias. None (default) is true for EAGLE-1 and false for EAGLE-3.
-        qkv_bias, o_bias, mlp_bias: the layer's projections have biases.
-        own_embedding: the head has its own embedding; False (default) uses the target's.
-        norm_before_residual: EAGLE-3: the residual is the normed state.
-        norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
-        fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
-        norm_output: EAGLE-3: the recurrent state is the output of the final norm.
-        mask_token_id: P-EAGLE (2602.01469), which is an EAGLE-3 head that drafts several tokens in one forward pass: the token
-            that stands for those not yet known. None (default) for other heads.
-        parallel_tokens: P-EAGLE: the most tokens that it drafts, as many as in its training.
+        hidden_act, rms_norm_eps, max_position_embeddings: of the layers, as in transformers.
+        rope: transformers' `rope_parameters`, including `rope_theta`.
+        own_embedding: the head has its own embedding, [V, H]; False (default) uses the target's.
     """
 
-    version: int
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
@@ -75,18 +63,67 @@ class EagleConfig:
     target_hidden_size: int | None = None
     draft_vocab_size: int | None = None
     num_hidden_layers: int = 1
-    layer: str = "llama"
+    layer_types: tuple[str, ...] | None = None
+    sliding_window: int | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    layer_types: tuple[str, ...] | None = None
-    sliding_window: int | None = None
+    own_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        self._default("target_hidden_size", self.hidden_size)
+        self._default("draft_vocab_size", self.vocab_size)
+        self._default("layer_types", (FULL,) * self.num_hidden_layers)
+        for name in ("taps", "layer_types"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if not self.taps:
+            raise ValueError("taps: name at least one of the target's hidden states")
+        if len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {FULL, SLIDING}:
+            raise ValueError(f"layer_types: {self.kinds} are not {self.num_hidden_layers} of {FULL} and {SLIDING}")
+        if self.slides and (type(self.sliding_window) is not int or self.sliding_window < 1):
+            raise ValueError(f"sliding_window: {self.sliding_window!r} is not a number of positions, at least 1")
+
+    def _default(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """`layer_types`."""
+        return self.layer_types or ()
+
+    @property
+    def slides(self) -> bool:
+        """Whether any layer has a sliding window."""
+        return SLIDING in self.kinds
+
+
+@dataclass(frozen=True)
+class EagleConfig(HeadConfig):
+    """The sizes of an EAGLE head and how its parts are connected. The arguments of `HeadConfig`, and these:
+
+    Args:
+        version: 1 (EAGLE-1 and EAGLE-2, which differ in how they draft) or 3. EAGLE-1 has one tap, (L,), and the target's
+            vocabulary and width; in EAGLE-3, the first layer is the fused one.
+        layer: "llama" (default) or "qwen3", the kind of decoder layer.
+        fc_bias: `fc`, the fusion, has a bias. None (default) is true for EAGLE-1 and false for EAGLE-3.
+        qkv_bias, o_bias, mlp_bias: the layer's projections have biases.
+        norm_before_residual: EAGLE-3: the residual is the normed state.
+        norm_before_fc: EAGLE-3: one norm over the concatenated features, before `fc`.
+        fc_norm: EAGLE-3: a norm for each tap, before they are concatenated.
+        norm_output: EAGLE-3: the recurrent state is the output of the final norm.
+        mask_token_id: P-EAGLE (2602.01469), which is an EAGLE-3 head that drafts several tokens in one forward pass: the token
+            that stands for those not yet known. None (default) for other heads.
+        parallel_tokens: P-EAGLE: the most tokens that it drafts, as many as in its training.
+    """
+
+    version: int
+    layer: str = "llama"
     fc_bias: bool | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    own_embedding: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -95,48 +132,29 @@ class EagleConfig:
     parallel_tokens: int = 8
 
     def __post_init__(self) -> None:
-        if self.version not in (1, 3):
-            raise ValueError(f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3")
-        if self.layer not in _CONFIGS:
-            raise ValueError(f"layer: {self.layer!r} is not known; one of {', '.join(_CONFIGS)}")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc, fc_norm: only one of them can be true")
-        object.__setattr__(self, "taps", tuple(self.taps))
-        for name, value in (
-            ("target_hidden_size", self.hidden_size),
-            ("draft_vocab_size", self.vocab_size),
-            ("fc_bias", self.version == 1),
-        ):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        if self.layer_types is not None:
-            object.__setattr__(self, "layer_types", tuple(self.layer_types))
-            if len(self.layer_types) != self.num_hidden_layers or not {*self.layer_types} <= {FULL, SLIDING}:
-                raise ValueError(
-                    f"layer_types: {self.layer_types} are not {self.num_hidden_layers} of {FULL} and {SLIDING}"
-                )
-        if self.slides and (type(self.sliding_window) is not int or self.sliding_window < 1):
-            raise ValueError(f"sliding_window: {self.sliding_window!r} is not a number of positions, at least 1")
-        if self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size):
-            raise ValueError(
+        super().__post_init__()
+        self._default("fc_bias", self.version == 1)
+        mask = self.mask_token_id
+        for wrong, said in (
+            (self.version not in (1, 3), f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3"),
+            (self.layer not in _CONFIGS, f"layer: {self.layer!r} is not known; one of {', '.join(_CONFIGS)}"),
+            (self.norm_before_fc and self.fc_norm, "norm_before_fc, fc_norm: only one of them can be true"),
+            (
+                self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size),
                 f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
-                f"{len(self.taps)} of {self.target_hidden_size}"
-            )
-        if self.mask_token_id is not None and not (
-            self.version == 3 and type(self.mask_token_id) is int and 0 <= self.mask_token_id < self.vocab_size
+                f"{len(self.taps)} of {self.target_hidden_size}",
+            ),
+            (
+                not (mask is None or (self.version == 3 and type(mask) is int and 0 <= mask < self.vocab_size)),
+                f"mask_token_id: {mask!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens",
+            ),
+            (
+                type(self.parallel_tokens) is not int or self.parallel_tokens < 1,
+                f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1",
+            ),
         ):
-            raise ValueError(
-                f"mask_token_id: {self.mask_token_id!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens"
-            )
-        if type(self.parallel_tokens) is not int or self.parallel_tokens < 1:
-            raise ValueError(f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1")
-        if not self.taps:
-            raise ValueError("taps: name at least one of the target's hidden states")
-
-    @property
-    def slides(self) -> bool:
-        """Whether any layer has a sliding window."""
-        return SLIDING in (self.layer_types or ())
+            if wrong:
+                raise ValueError(said)
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:

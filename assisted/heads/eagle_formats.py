@@ -28,10 +28,10 @@ from .files import (
     best_fit,
     find_folder,
     is_copy,
-    named_tokens,
     public_name,
-    require_floats,
-    settle_vocabulary,
+    read_head,
+    require_fitting,
+    tensors_of,
     values_of,
     write_head,
 )
@@ -89,10 +89,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
     folder = find_folder(path, **hub)
     with loading("draft", folder):
         checkpoint, config = _checked(folder, target)
-        tensors = checkpoint.tensors()
-        dtype = require_floats(tensors["fc.weight"], "fc.weight", folder)
-        settle_vocabulary(tensors, config.draft_vocab_size or config.vocab_size, config.vocab_size, folder)
-        output = target.get_output_embeddings()
+        tensors, output = read_head(checkpoint, config), target.get_output_embeddings()
         if config.version == 1:
             if (own := tensors.pop("lm_head.weight", None)) is not None and not is_copy(own, output):
                 raise ValueError(
@@ -100,7 +97,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
                 )
         elif "lm_head.weight" not in tensors:
             tensors["lm_head.weight"] = _output_of(output, config, folder)
-        head = EagleHead(config).to(dtype)
+        head = EagleHead(config).to(tensors["fc.weight"].dtype)
         head.load_state_dict(tensors)
         return head.eval()
 
@@ -150,28 +147,7 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleCo
     layouts = (_SPECULATORS,) if kind else (*LAYOUTS[1], *LAYOUTS[3])
     found = found.under(best_fit(found.shapes, layouts, lambda layout: _NAMES[1 if layout in LAYOUTS[1] else 3]))
     config = _config_of(found, wanted)
-    if config.vocab_size != wanted.vocab_size:
-        raise ValueError(
-            f"draft: {folder} was made for a vocabulary of {config.vocab_size}; the target's has {wanted.vocab_size}"
-        )
-    width = getattr(wanted, "hidden_size", config.target_hidden_size)
-    if config.target_hidden_size != width:
-        raise ValueError(
-            f"draft: {folder} was made for hidden states of width {config.target_hidden_size}; the target's have {width}"
-        )
-    if min(config.taps) < 1 or max(config.taps) > wanted.num_hidden_layers:
-        raise ValueError(
-            f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {wanted.num_hidden_layers}"
-        )
-    with torch.device("meta"):
-        outline = EagleHead(config)
-    expected: dict[str, Any] = {name: tensor.shape for name, tensor in outline.state_dict().items()}
-    output = (config.draft_vocab_size or 0, config.hidden_size)
-    optional: Shapes = {"t2d": (config.vocab_size,)}
-    if outline.d2t is None:
-        optional = {**optional, "d2t": (config.vocab_size,), "lm_head.weight": output}
-        expected.pop("lm_head.weight", None)
-    found.require(expected, optional)
+    require_fitting(found, config, EagleHead, wanted)
     return found, config
 
 
@@ -223,9 +199,7 @@ def save_eagle(
 
     Raises ValueError for a head that the format cannot represent.
     """
-    tensors = dict(head.state_dict())
-    if head.d2t is not None:
-        tensors["t2d"] = named_tokens(head.draft_tokens, head.config.vocab_size)
+    tensors = tensors_of(head)
     if format == "eagle":
         fields = _as_eagle(head)
         if head.config.version == 3:

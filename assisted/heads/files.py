@@ -250,20 +250,56 @@ def settle_vocabulary(tensors: dict[str, Tensor], draft_size: int, size: int, wh
             raise ValueError(f"draft: {where}: d2t: its offsets exchange tokens of a full vocabulary; expected zeros")
         if draft_size != size:
             tensors["d2t"] = offsets
-    if t2d is not None and not torch.equal(t2d.bool(), named_tokens(tokens, size)):
+    if t2d is not None and not torch.equal(t2d.bool(), _named(tokens, size)):
         raise ValueError(f"draft: {where} holds t2d and d2t that name different tokens")
 
 
-def named_tokens(tokens: Tensor, size: int) -> Tensor:
-    """[V] bool: which of the target's tokens a draft has, `t2d`."""
+def require_fitting(found: Checkpoint, config: Any, kind: Callable[[Any], Any], wanted: Any) -> None:
+    """Check that a head's config fits the target, and its tensors the config; nothing is allocated. A head with the whole
+    vocabulary may have an output embedding and the maps of a reduced one.
+
+    config: a `HeadConfig`. kind: makes the head. wanted: the target's text config. Raises ValueError for what differs.
+    """
+    folder, layers, size = found.folder, wanted.num_hidden_layers, config.vocab_size
+    for name, given, own in (
+        ("a vocabulary of", size, wanted.vocab_size),
+        ("hidden states of width", config.target_hidden_size, wanted.hidden_size),
+    ):
+        if given != own:
+            raise ValueError(f"draft: {folder} was made for {name} {given}; the target's: {own}")
+    if min(config.taps) < 1 or max(config.taps) > layers:
+        raise ValueError(
+            f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {layers}"
+        )
+    with torch.device("meta"):
+        outline = kind(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in outline.state_dict().items()}
+    optional: dict[str, Sequence[int]] = {"t2d": (size,)}
+    if outline.d2t is None:
+        optional |= {"d2t": (size,), "lm_head.weight": (size, config.hidden_size)}
+        expected.pop("lm_head.weight", None)
+    found.require(expected, optional)
+
+
+def read_head(found: Checkpoint, config: Any) -> dict[str, Tensor]:
+    """The tensors of a head, in the dtype of its `fc`. config: a `HeadConfig`. Raises ValueError where `settle_vocabulary`
+    does."""
+    tensors = found.tensors()
+    if not (dtype := tensors["fc.weight"].dtype).is_floating_point:
+        raise ValueError(f"draft: {found.folder} holds fc.weight in {dtype}; floating point is expected")
+    settle_vocabulary(tensors, config.draft_vocab_size, config.vocab_size, found.folder)
+    return {name: tensor if name == "d2t" else tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def tensors_of(head: Any) -> dict[str, Tensor]:
+    """What is stored of a head: its tensors, and the `t2d` of a reduced vocabulary."""
+    named = {} if head.d2t is None else {"t2d": _named(head.draft_tokens, head.config.vocab_size)}
+    return {**head.state_dict(), **named}
+
+
+def _named(tokens: Tensor, size: int) -> Tensor:
+    """[V] bool: which of the target's tokens are among these."""
     return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
-
-
-def require_floats(tensor: Tensor, name: str, where: str | Path) -> torch.dtype:
-    """The dtype of a tensor. Raises ValueError unless its numbers are floating point."""
-    if not tensor.is_floating_point():
-        raise ValueError(f"draft: {where} holds {name} in {tensor.dtype}; floating point is expected")
-    return tensor.dtype
 
 
 def write_head(

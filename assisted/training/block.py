@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..heads.block import BlockHead
-from ..heads.block_config import FULL, SLIDING, BlockConfig
+from ..heads.block_config import BlockConfig
 from ..heads.block_formats import save_block
+from ..heads.eagle_config import FULL, SLIDING
 from .features import Features, Seen
 from .heads import start_norm
 from .losses import DIVERGENCES, Agreement, Loss, agreement, log_probabilities, require_known, summed

@@ -100,6 +100,13 @@ WINDOW = {"layer_types": (SLIDING, SLIDING), "sliding_window": 9}
 VLLM = {"last_normed": False}
 DSPARK = {"markov_rank": 6, "next_token": True}
 
+MODELOPT = ZLAB | {
+    "dflash_config": ZLAB["dflash_config"]
+    | {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}
+    | {"markov_rank": 6, "markov_head_type": "gated"}
+}
+MODELOPT_DSPARK = DSPARK | {"markov": "gated", "confidence": True, "confidence_markov": True}
+
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z-lab": (ZLAB, {}),
     "z-lab, next token": (ZLAB | {"sample_from_anchor": True}, {"next_token": True}),
@@ -145,6 +152,26 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         | {"sliding_window_non_causal": False},
         VLLM | {"layer_types": (SLIDING, FULL), "sliding_window": 9, "sliding_causal": True},
     ),
+    # SGLang's parse_dflash_draft_config takes both names for it (sgl-project/sglang, 2026-09)
+    "z-lab, query zero": (
+        ZLAB | {"dflash_config": ZLAB["dflash_config"] | {"query_zero_predicts_next": True}},
+        {"next_token": True},
+    ),
+    # NVIDIA/Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py, 2026-08-21
+    "ModelOpt, DSpark": (MODELOPT, MODELOPT_DSPARK),
+    "ModelOpt, sliding": (
+        ZLAB
+        | {"layer_types": [FULL] * 2, "sliding_window": 9}
+        | {"dflash_config": ZLAB["dflash_config"] | {"use_swa": True, "swa_window_size": 9, "causal": False}},
+        WINDOW,
+    ),
+    # turboderp-org/exllamav3 issue 390, 2026-09-21
+    "DFlash2, older trainer": (
+        ZLAB_2,
+        WINDOW
+        | {"conv_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
+        | {"logit_scale": 0.5, "logit_cap": 20.0},
+    ),
     "transformers": (MUSE, WINDOW | {"rope": {"rope_type": "default", "rope_theta": 500000.0}}),
 }
 """By producer: config.json, and how it differs from a DFlash drafter of fill-in rows that reads the hidden states 1 and 2."""
@@ -165,6 +192,13 @@ def stored(name: str, target: Any, folder: Path) -> BlockHead:
     if name == "transformers":
         tensors["encoder.fc.weight"] = tensors.pop("fc.weight")
         tensors["encoder.output_norm_enc.weight"] = tensors.pop("hidden_norm.weight")
+    if name == "ModelOpt, DSpark":
+        for own in [own for own in tensors if own.startswith(("markov_head.", "confidence_head."))]:
+            other = own.removeprefix("markov_head.").replace("confidence_head.proj", "confidence_proj")
+            tensors[other] = tensors.pop(own)
+    if name == "DFlash2, older trainer":
+        for own in [own for own in tensors if own.endswith("codebook")]:
+            tensors[f"{own}.weight"] = tensors.pop(own)
     if name.startswith("DeepSpec"):  # frozen copies
         tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
         tensors["lm_head.weight"] = target.get_output_embeddings().weight.detach().clone()
@@ -274,6 +308,10 @@ def inner(**fields: Any) -> dict[str, Any]:
         (inner(target_layer_ids=[0, 2]), r"reads the hidden states \(1, 3\)"),
         (ZLAB | {"vocab_size": 90}, "a vocabulary of 90; the target's: 96"),
         (ZLAB | {"hidden_size": 64}, r"fc.weight of shape \[32, 64\]; expected \[64, 64\]"),
+        (
+            inner(query_zero_predicts_next=True, sample_from_anchor=False),
+            "sample_from_anchor, query_zero_predicts_next: False and True contradict",
+        ),
         (ZLAB | {"block_size": 1}, "block_size: a block of 1 drafts nothing"),
         (ZLAB | {"dflash_config": 3}, "dflash_config: 3 is not an object"),
         (ZLAB | {"layer_types": ["linear_attention"] * 2}, "layer_types"),
@@ -296,4 +334,27 @@ def test_a_d2t_and_a_t2d_that_differ(target, tmp_path):
     tensors["t2d"] = ~tensors["t2d"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="t2d and d2t that name different tokens"):
+        load_block(tmp_path, target)
+
+
+def test_several_files_with_an_index(target, tmp_path):
+    head = stored("z-lab", target, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    for file in {*places.values()}:
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    found = load_block(tmp_path, target)
+    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+
+
+def test_a_whole_vocabulary_may_have_maps(target, tmp_path):
+    stored("z-lab", target, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    maps = {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64), "t2d": torch.ones(VOCABULARY, dtype=torch.bool)}
+    save_file(tensors | maps, tmp_path / "model.safetensors")
+    assert load_block(tmp_path, target).d2t is None
+    save_file(tensors | maps | {"d2t": maps["d2t"] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t: its ids are not 96 different tokens"):
         load_block(tmp_path, target)

@@ -27,6 +27,8 @@ from assisted.drafters.eagle import EagleDrafter, EagleDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
+from assisted.engine.recurrent import slots_for, target_runner
+from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
 from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
@@ -39,13 +41,15 @@ pytestmark = pytest.mark.usefixtures("invariants")
 
 
 @functools.cache
-def learned(version: int = 3, **fields: Any) -> Any:
+def learned(version: Any = 3, **fields: Any) -> Any:
     """A head of the shared target that is mostly right after the prompts of `prompt`."""
+    if version == "sliding":
+        version, fields = 3, {"layer_types": ("sliding_attention",), "sliding_window": 6}
     return trained_head(pair()[0], version, **fields)
 
 
 def assisted(
-    version: int = 3, tree: bool | None = True, draft_length: Any = 4, **options: Any
+    version: Any = 3, tree: bool | None = True, draft_length: Any = 4, **options: Any
 ) -> AssistedModelForCausalLM:
     return AssistedModelForCausalLM.from_models(
         pair()[0], draft=Eagle(learned(version), tree=tree, **options), draft_length=draft_length
@@ -129,7 +133,7 @@ def rows_of(text: Any, mask: torch.Tensor) -> list[tuple[int, list[int]]]:
     return [(row, text.ids[row, hidden[row] : text.lengths[row]].tolist()) for row in text.unfinished]
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [1, 3, "sliding"])
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
 def test_chains_are_the_heads_own(version, batch, monkeypatch):
     target, head = pair()[0], learned(version)
@@ -147,7 +151,7 @@ def test_chains_are_the_heads_own(version, batch, monkeypatch):
     assert model.report.accepted < model.report.drafted
 
 
-@pytest.mark.parametrize(("version", "nodes"), [(1, None), (3, None), (3, 4)])
+@pytest.mark.parametrize(("version", "nodes"), [(1, None), (3, None), (3, 4), ("sliding", None)])
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
 def test_trees_are_the_heads_best_paths(version, nodes, batch, monkeypatch):
     """Of all that it offers, also where few are kept: what lies behind the others is not even read."""
@@ -502,6 +506,33 @@ def test_the_head_belongs_to_the_model():
     assert not any(part is learned(3) for part in model.modules())
     own = sum(p.numel() * p.element_size() for p in learned(3).parameters())
     assert model.get_memory_footprint() >= pair()[0].get_memory_footprint() + own
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_the_last_state_before_and_after_the_final_norm(name):
+    """Also both at once, for two drafters: what the last layer returns, and transformers' last hidden state."""
+    target = build(BY_NAME[name])
+    layers, ids, kept = target.config.num_hidden_layers, random_ids(target, 1, 9), []
+    last = (target.model.layers if name == "llama" else target.transformer.h)[-1]
+    handle = last.register_forward_hook(
+        lambda *args: kept.append(args[-1][0] if isinstance(args[-1], tuple) else args[-1])
+    )
+    normed = target.base_model(ids).last_hidden_state
+    handle.remove()
+    heads = [random_head(target, taps=(1, layers), last_normed=after) for after in (True, False)]
+    needs = [module.needs_of(head, target) for head in heads]
+    assert [sorted(need.states) for need in needs] == [[1, layers], [1, layers + 1]]
+    masks = Traits.of(target).masks
+    for some in (*needs, needs[0] | needs[1], needs[1] | needs[0]):
+        runner = target_runner(target, slots_for(target, None, 1, 9, masks), masks, some)
+        runner.prefill(ids, None)
+        for state, expected in ((layers, normed), (layers + 1, kept[0])):
+            assert state not in some.states or torch.equal(runner.states[state], expected)
+    for head in heads:
+        model = AssistedModelForCausalLM.from_models(target, draft=Eagle(head), draft_length=3)
+        with no_fallback():
+            assert model.generate(ids, **CALL).equal(target.generate(ids, **CALL))
 
 
 def test_targets_that_cannot_be_served():

@@ -26,6 +26,7 @@ from assisted.heads.medusa import MedusaHeads
 from assisted.loading import files
 
 VOCABULARY, WIDTH, DRAFT = 96, 32, 40
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 # As EAGLE-1's authors write it; what is left out has its default.
 EAGLE_1 = {
@@ -165,9 +166,19 @@ def test_an_eagle_1_without_bias(target, tmp_path):
         load_eagle(write(tmp_path, EAGLE_1, tensors), target)
 
 
-def test_biases_of_queries_keys_and_values(target, tmp_path):
+@pytest.mark.parametrize("flag", [{"qkv_bias": True}, {}, {"attention_bias": False}], ids=str)
+def test_biases_of_queries_keys_and_values(flag, target, tmp_path):
+    """Qwen2's layers have them: yuhuili/EAGLE-Qwen2-7B-Instruct, as sgl-project/sglang pull 33966 (2026-08-07) lists it, and
+    `qkv_bias` in SafeAILab/EAGLE eagle/model/cnets1.py (2026-02-19)."""
     biases = {f"layers.0.self_attn.{n}_proj.bias": noise(size) for n, size in (("q", 32), ("k", 16), ("v", 16))}
-    head = load_eagle(write(tmp_path / "given", EAGLE_1 | {"qkv_bias": True}, eagle_1() | biases), target)
+    fields = EAGLE_1 | {"architectures": ["Qwen2ForCausalLM"]} | flag
+    head = load_eagle(write(tmp_path / "given", fields, eagle_1() | biases), target)
+    dropped = load_eagle(write(tmp_path / "without", EAGLE_1, eagle_1()), target)
+    assert not torch.allclose(say(dropped, target), say(head, target))
+    with pytest.raises(ValueError, match=r"unknown tensor layers\.0\.self_attn\.k_proj\.bias and 2 more"):
+        load_eagle(write(tmp_path / "given", EAGLE_1 | {"qkv_bias": False}, eagle_1() | biases), target)
+    with pytest.raises(ValueError, match=r"lacks tensor layers\.0\.self_attn\.k_proj\.bias and 2 more"):
+        load_eagle(write(tmp_path / "given", EAGLE_1 | {"qkv_bias": True}, eagle_1()), target)
     assert head.layers[0].self_attn.o_proj.bias is None
     assert torch.equal(head.layers[0].self_attn.k_proj.bias, biases["layers.0.self_attn.k_proj.bias"])
     save_eagle(head, tmp_path / "again")
@@ -198,23 +209,35 @@ def test_rotary_parameters_flat_and_nested(fields, theta, kind, target, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("fields", "taps"),
+    ("fields", "taps", "normed"),
     [
-        ({}, (2, 4, 5)),  # L = 8
-        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 8]}, (1, 3, 8)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, (2, 4, 5)),
+        ({}, (2, 4, 5), False),  # L = 8
+        ({IDS: [1, 3, 8]}, (1, 3, 8), False),
+        ({"eagle_config": {IDS: [1, 3, 4]}}, (2, 4, 5), False),
+        ({"eagle_config": {IDS: [0, 3, 7]}}, (1, 4, 8), False),
+        ({"eagle_config": {IDS: [2, 4, 5]}}, (2, 4, 5), False),
+        ({"eagle_config": {IDS: [1, 4, 8]}}, (1, 4, 8), False),
+        ({"eagle_config": {IDS: [2, 4, 5]}, "qkv_bias": False}, (3, 5, 6), False),
+        ({"eagle_config": {IDS: [1, 3, 7], "last_normed": True}}, (2, 4, 8), True),
+        ({"target_layer_ids": [1, 3, 7]}, (2, 4, 8), True),
     ],
-    ids=["left out", "counted in hidden states", "counted in layers"],
+    ids=[
+        *("left out", "hidden states", "layers", "layers with the first and the last", "hidden states in eagle_config"),
+        *("hidden states with the last", "as this package once wrote", "the normed last state", "DeepSpec"),
+    ],
 )
-def test_tapped_layers(fields, taps, target, tmp_path):
+def test_tapped_layers(fields, taps, normed, target, tmp_path):
+    """vLLM gives state L before the final norm (its pull 46788, 2026-06-26), and so does SGLang (32334, 2026-07-24)."""
     deep = type(target)(type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": 8}))
     head = load_eagle(write(tmp_path / "given", EAGLE_3 | fields, eagle_3()), deep)
-    assert head.config.taps == taps
+    assert (head.config.taps, head.config.last_normed) == (taps, normed)
     for format in ("eagle", "speculators"):
         save_eagle(head, tmp_path / format, format, deep)
-        assert load_eagle(tmp_path / format, deep).config.taps == taps
+        config = load_eagle(tmp_path / format, deep).config
+        assert (config.taps, config.last_normed) == (taps, normed)
     fields = json.loads((tmp_path / "eagle" / "config.json").read_text())
-    assert fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [tap - 1 for tap in taps]
+    assert fields[IDS] == list(taps)
+    assert fields["eagle_config"][IDS] == [tap - (taps[0] <= 2) for tap in taps]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

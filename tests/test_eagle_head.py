@@ -9,7 +9,7 @@ from eagle_heads import features_of, random_head, trained_head
 from pairs import ROUNDING, pair
 from transformers import DynamicCache
 
-from assisted.heads.eagle import EagleConfig, unrolled_mask
+from assisted.heads.eagle import EagleConfig, unrolled_mask, windowed
 from assisted.heads.eagle_config import default_taps
 
 SHAPES = [
@@ -34,6 +34,27 @@ def given(head):
     ids = random_ids(target, 2, 10)
     with torch.no_grad():
         return target, head.embed(ids[:, 1:], target), head.fuse(features_of(target, head, ids)[:, :-1])
+
+
+@torch.no_grad()
+def test_a_sliding_window_is_a_mask_of_the_last_positions():
+    """As speculators/models/eagle3/attention.py (2026-08-20) has it: a key is seen if it is later than `query - window`."""
+    target = pair()[0]
+    full = random_head(target, num_hidden_layers=2)
+    kinds = ("sliding_attention", "full_attention")
+    head = random_head(target, num_hidden_layers=2, layer_types=kinds, sliding_window=3)
+    ids, places = random_ids(target, 1, 10), torch.arange(9)
+    states, embeddings = full.fuse(features_of(target, full, ids)[:, :-1]), full.embed(ids[:, 1:], target)
+    causal = places <= places[:, None]
+    near = (causal & (places > places[:, None] - 3))[None, None]
+    kwargs = {"position_embeddings": full.rotary_emb(states, places[None])}
+    first = full.layers[0](embeddings, states, attention_mask=near, **kwargs)
+    expected = full.layers[1](first, attention_mask=causal[None, None], **kwargs)
+    assert torch.allclose(head(embeddings, states), expected, atol=1e-6)
+    assert not torch.allclose(full(embeddings, states), expected, atol=1e-3)
+    # a tree: nodes 4 and 5 continue nodes 2 and 3, which continue text of two tokens
+    tree = torch.tensor([[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 0, 1]]).bool()[None, None]
+    assert windowed(tree, 2, 3, "cpu").long().tolist() == [[[[0, 1, 1, 0, 1, 0], [0, 1, 0, 1, 0, 1]]]]
 
 
 @torch.no_grad()

@@ -193,6 +193,19 @@ CHECKPOINTS = {
 }
 
 
+def test_the_layout_of_nemo_automodel(tmp_path: Any) -> None:
+    """NVIDIA-NeMo/Automodel components/speculative/eagle/peagle_draft.py and draft_llama.py, 2026-08-22."""
+    target = build(BY_NAME["llama"])
+    given = eagle_3("model.layers.0.") | {"mask_hidden": noise(1, 1, 96)}
+    for name in ("fc.weight", "norm.weight"):
+        given[f"model.{name}"] = given.pop(name)
+    fields = EAGLE_3 | {"architectures": ["LlamaEagle3DraftModel"], "parallel_drafting": True, "num_depths": 5}
+    head = load_eagle(write(tmp_path / "nemo", fields | {"mask_token_id": MASK}, given), target)
+    same = load_eagle(write(tmp_path / "eagle", CHECKPOINTS["eagle"][0], raw()), target)
+    assert head.config == same.config
+    assert all(torch.equal(same.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_read_and_written_again_without_loss(name: Any, tmp_path: Any) -> None:
     target = build(BY_NAME["llama"])

@@ -97,6 +97,16 @@ def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> No
             f"draft: it is a P-EAGLE head, which is not handed over to {engine.title}; give the engine the head's own folder, "
             "or use a draft model"
         )
+    if config.slides:
+        raise ValueError(
+            f"draft: the EAGLE-3 head has a sliding window, and {engine.title} is not known to run one; give the engine the "
+            "head's own folder, or use a draft model"
+        )
+    if config.last_normed and target.config.get_text_config(decoder=True).num_hidden_layers in config.taps:
+        raise ValueError(
+            f"draft: the EAGLE-3 head reads the target's last state after the final norm, and {engine.title} hands it over "
+            "before the norm; train it with other taps, or use a draft model"
+        )
     ignored = [name for name in NORMS if getattr(config, name) and name not in engine.norms]
     if ignored:
         raise ValueError(

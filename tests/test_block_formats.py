@@ -276,7 +276,7 @@ def test_a_drafter_of_one_layer_is_no_eagle_head(target, tmp_path):
         ),
         (
             lambda tensors: tensors.update({"fc.weight": torch.ones(32, 62)}),
-            "hidden states of width 31; the target's: 32",
+            "hidden states of width 31; the target's have 32",
         ),
         (lambda tensors: tensors.update({"mtp.0.fc.weight": torch.ones(2)}), "DeepSeek-V4-Flash"),
     ],
@@ -306,7 +306,7 @@ def inner(**fields: Any) -> dict[str, Any]:
         (inner(target_layer_ids=None), "target_layer_ids is None, but it has to list"),
         (inner(target_layer_ids=[-1, 1]), r"reads the hidden states \(0, 2\); those of the target are 1 .. 2"),
         (inner(target_layer_ids=[0, 2]), r"reads the hidden states \(1, 3\)"),
-        (ZLAB | {"vocab_size": 90}, "a vocabulary of 90; the target's: 96"),
+        (ZLAB | {"vocab_size": 90}, "a vocabulary of 90; the target's has 96"),
         (ZLAB | {"hidden_size": 64}, r"fc.weight of shape \[32, 64\]; expected \[64, 64\]"),
         (
             inner(query_zero_predicts_next=True, sample_from_anchor=False),

@@ -20,6 +20,7 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters.registry import kind_of
 from assisted.heads.eagle_formats import LAYOUTS, load_eagle
 from assisted.heads.medusa import MedusaHeads
+from assisted.plan import plan
 
 Fields = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -243,6 +244,9 @@ def test_a_saved_pair_of_a_layout_is_read_back(name: str, tmp_path: Path) -> Non
     (given := tmp_path / "given").mkdir()
     folder = write(given, *PUBLISHED[name].made(*shipped()))
     pair = AssistedModelForCausalLM.from_models(target(), draft=f"eagle:{folder}", draft_length=4)
+    counted = {part.name: part.bytes for part in plan("zoo:target", str(folder), device="cpu").candidates[0].parts}
+    stored = sum(tensor.numel() for tensor in PUBLISHED[name].made(*shipped())[1].values())
+    assert any(size in (2 * stored, 4 * stored) for size in counted.values())
     pair.drafter.save(tmp_path / "saved")
     assert tokens_of(str(tmp_path / "saved")) == PUBLISHED[name].tokens
     assert load_eagle(tmp_path / "saved", target()).config == pair.drafter.head.config

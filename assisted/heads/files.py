@@ -262,11 +262,11 @@ def require_fitting(found: Checkpoint, config: Any, kind: Callable[[Any], Any], 
     """
     folder, layers, size = found.folder, wanted.num_hidden_layers, config.vocab_size
     for name, given, own in (
-        ("a vocabulary of", size, wanted.vocab_size),
-        ("hidden states of width", config.target_hidden_size, wanted.hidden_size),
+        ("a vocabulary of", size, f"has {wanted.vocab_size}"),
+        ("hidden states of width", config.target_hidden_size, f"have {wanted.hidden_size}"),
     ):
-        if given != own:
-            raise ValueError(f"draft: {folder} was made for {name} {given}; the target's: {own}")
+        if str(given) != own.split()[1]:
+            raise ValueError(f"draft: {folder} was made for {name} {given}; the target's {own}")
     if min(config.taps) < 1 or max(config.taps) > layers:
         raise ValueError(
             f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {layers}"

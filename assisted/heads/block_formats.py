@@ -19,7 +19,7 @@ from ..loading.files import loading
 from .block import BlockHead
 from .block_config import BlockConfig
 from .eagle_config import FULL, LAYER_FIELDS, SLIDING
-from .eagle_formats import VERSION, require_fields, rope_of, speculators_config
+from .eagle_formats import as_speculators, require_fields, rope_of
 from .files import (
     Checkpoint,
     Layout,
@@ -60,14 +60,25 @@ _NAMES = (
 )
 """Tensors that tell the layouts apart."""
 _KEYS = {
-    "taps": ("target_layer_ids", "aux_hidden_state_layer_ids"),
+    "draft_vocab_size": ("draft_vocab_size",),
+    "block_size": ("block_size",),
+    "mask_token_id": ("mask_token_id",),
     "next_token": ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
-    "causal": ("causal", "is_causal"),
+    "causal": ("is_causal", "causal"),
+    "last_normed": ("last_normed",),
+    "embedding_scale": ("input_embedding_scale",),
+    "logit_scale": ("output_multiplier",),
+    "logit_cap": ("final_logit_softcapping",),
+    "markov": ("markov_head_type",),
+    "markov_rank": ("markov_rank",),
     "confidence": ("enable_confidence_head", "use_confidence_head"),
-    "window": ("swa_window_size", "sliding_window"),
+    "confidence_markov": ("confidence_head_with_markov",),
+    "conv_size": ("conv_kernel_size",),
+    "conv_group_size": ("conv_group_size",),
+    "selector_rank": ("selector_rank",),
+    "selector_top_k": ("selector_top_k",),
 }
-"""What producers call the same thing in their configs."""
-_SELECTOR = ("conv_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""The names in configs of what is in `BlockConfig`, first speculators'."""
 
 
 def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHead:
@@ -124,40 +135,14 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
     """
     config = head.config
     kind = "dflash2" if config.selector_rank else "dspark" if config.markov or config.confidence else "dflash"
-    window = {} if config.sliding_window is None else {"sliding_window": config.sliding_window}
     fields = {
-        "architectures": [{"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}.get(kind, "DFlash2DraftModel")],
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "draft_vocab_size": config.draft_vocab_size,
-        "block_size": config.block_size,
+        **{names[0]: getattr(config, field) for field, names in _KEYS.items()},
         "aux_hidden_state_layer_ids": list(config.taps),
-        "last_normed": config.last_normed,
-        "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": config.next_token,
         "sliding_window_non_causal": not config.sliding_causal,
-        "is_causal": config.causal,
-        "dtype": str(head.dtype).removeprefix("torch."),
-        "input_embedding_scale": config.embedding_scale,
-        "output_multiplier": config.logit_scale,
-        "final_logit_softcapping": config.logit_cap,
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov,
-        "enable_confidence_head": config.confidence,
-        "confidence_head_with_markov": config.confidence_markov,
-        "conv_kernel_size": config.conv_size,
-        **{name: getattr(config, name) for name in _SELECTOR[1:]},
-        "transformer_layer_config": {
-            "model_type": "qwen3",
-            **{name: getattr(config, name) for name in LAYER_FIELDS},
-            "attention_bias": config.bias,
-            "layer_types": list(config.kinds),
-            "rope_parameters": dict(config.rope),
-            "tie_word_embeddings": False,
-            **window,
-        },
-        "speculators_config": speculators_config(kind, config.drafts, target),
     }
+    layer = {"model_type": "qwen3", "attention_bias": config.bias}
+    architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}.get(kind, "DFlash2DraftModel")
+    fields = as_speculators(head, kind, architecture, fields, layer, config.drafts, target)
     write_head(folder, fields, tensors_of(head))
 
 
@@ -194,13 +179,9 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCo
 def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path) -> BlockConfig:
     """The config of any producer. own: all values of config.json. wanted: the target's text config."""
 
-    def value(field: str, default: Any = None) -> Any:
-        return agreed(own, *_KEYS[field], default=default)
-
     of_speculators, is_muse = "speculators_model_type" in own, own.get("model_type") == _MUSE
     layer = own.get("transformer_layer_config", {}) if of_speculators else own
-    key = _KEYS["taps"][of_speculators]
-    ids = own.get(key)
+    ids = own.get(key := "aux_hidden_state_layer_ids" if of_speculators else "target_layer_ids")
     if not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
         raise ValueError(
             f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
@@ -209,10 +190,10 @@ def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path
     taps = tuple(ids if of_speculators else (tap + 1 for tap in ids))  # others count layers from 0
     # raw DeepSpec files predict the next token and do not say so; all others say so, or do not
     of_deepspec = not (of_speculators or is_muse or "dflash_config" in own)
-    if (block := own.get("block_size", 16 if "dflash_config" in own else None)) is None:
+    said = ({"block_size": 16} if "dflash_config" in own else {}) | agreed(own, _KEYS)
+    if "block_size" not in said:
         raise ValueError(f"draft: {folder}: block_size is missing")
-    mask = own.get("mask_token_id")
-    if mask is None and "mask_embedding" not in shapes:
+    if "mask_token_id" not in said and "mask_embedding" not in shapes:
         raise ValueError(f"draft: {folder}: mask_token_id is missing")
     defaults, given = Qwen3Config(), values_of(layer)
     values = {name: given.get(name, getattr(defaults, name)) for name in LAYER_FIELDS}
@@ -220,8 +201,8 @@ def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path
     kinds = given.get("layer_types") or [SLIDING if is_muse else FULL] * values["num_hidden_layers"]
     if own.get("use_swa"):  # ModelOpt: in all layers
         kinds = [SLIDING] * len(kinds)
-    window = agreed({**own, **given}, *_KEYS["window"]) if SLIDING in kinds else None
-    causal = value("causal")
+    windows = agreed({**own, **given}, {"window": ("swa_window_size", "sliding_window")})
+    window = windows.get("window") if SLIDING in kinds else None
     if window is None:
         sliding_causal = False
     elif of_speculators:
@@ -229,8 +210,7 @@ def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path
     elif is_muse or of_deepspec:
         sliding_causal = False
     else:  # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
-        sliding_causal = True if causal is None else bool(causal)
-    rank, confidence = own.get("markov_rank") or 0, bool(value("confidence", False))
+        sliding_causal = bool(said.get("causal", True))
     if "fc.weight" not in shapes:
         raise ValueError(f"draft: {folder} lacks tensor fc.weight")
     width = shapes["fc.weight"][-1]
@@ -238,38 +218,32 @@ def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path
         raise ValueError(
             f"draft: {folder} holds fc.weight for {width} numbers, which are not those of {len(taps)} layers"
         )
-    default = own.get("speculators_model_type") == "dspark" or of_deepspec
+    for name, default in (
+        ("next_token", own.get("speculators_model_type") == "dspark" or of_deepspec),
+        ("causal", False),
+        # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
+        ("last_normed", not of_speculators),
+        ("confidence", False),
+        ("confidence_markov", "use_confidence_head" in own),  # ModelOpt's always reads the token before
+    ):
+        said[name] = bool(said.get(name, default))
+    has_markov = bool(said.get("markov_rank"))
     return BlockConfig(
         **values,
+        **said
+        | {
+            "markov": said.get("markov", "vanilla") if has_markov else None,
+            "confidence_markov": has_markov and said["confidence"] and said["confidence_markov"],
+            "logit_cap": said.get("logit_cap") or None,
+        },
         taps=taps,
-        # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
-        last_normed=bool(own.get("last_normed", not of_speculators)),
         target_hidden_size=width // len(taps),
-        draft_vocab_size=own.get("draft_vocab_size"),
-        block_size=block,
-        next_token=bool(value("next_token", default)),
-        mask_token_id=mask,
         layer_types=tuple(kinds),
         # transformers includes the position that lies a whole window back
         sliding_window=window + 1 if window is not None and is_muse else window,
-        causal=bool(causal),
         sliding_causal=sliding_causal,
         rope=rope_of(layer, 1e6),
         bias=bool(layer.get("attention_bias", False)),
         own_embedding="embed_tokens.weight" in shapes,
         own_output="lm_head.weight" in shapes,
-        embedding_scale=own.get("input_embedding_scale"),
-        logit_scale=float(own.get("output_multiplier", 1.0)),
-        logit_cap=float(own.get("final_logit_softcapping") or 0) or None,
-        markov=own.get("markov_head_type", "vanilla") if rank else None,
-        markov_rank=rank,
-        confidence=confidence,
-        # ModelOpt's always reads the token before
-        confidence_markov=bool(
-            rank and confidence and own.get("confidence_head_with_markov", "use_confidence_head" in own)
-        ),
-        conv_size=own.get("conv_kernel_size") or 0,
-        conv_group_size=own.get("conv_group_size") or 16,
-        selector_rank=own.get("selector_rank") or 0,
-        selector_top_k=own.get("selector_top_k") or 16,
     )

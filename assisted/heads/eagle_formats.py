@@ -7,7 +7,8 @@ No published checkpoint was available for a test: the layouts are those of the t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +18,9 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.activations import ACT2FN
 
 from ..loading.files import loading, require_sizes, shapes_of
+from .base import StateHead
 from .eagle import EagleHead
-from .eagle_config import LAYER_FIELDS, SLIDING, EagleConfig, default_taps
+from .eagle_config import LAYER_FIELDS, SLIDING, EagleConfig, HeadConfig, default_taps
 from .files import (
     FILES,
     Checkpoint,
@@ -38,11 +40,17 @@ from .files import (
 
 __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_PARALLEL = ("mask_token_id", "parallel_tokens")
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "last_normed")
+_KEYS = {
+    "target_hidden_size": ("target_hidden_size",),
+    "draft_vocab_size": ("draft_vocab_size",),
+    **{name: (name,) for name in _SWITCHES},
+    "mask_token_id": ("mask_token_id",),
+    "parallel_tokens": ("parallel_tokens", "num_depths"),
+}
+"""The names in configs of what is in `EagleConfig`."""
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-_LAST = "last_normed"  # ours: `EagleConfig.last_normed`, where a head reads the last layer
 VERSION = "0.9.0"  # of speculators, for the format written here
 
 _SPECULATORS = Layout("an EAGLE-3 head of speculators", read_past=("verifier_norm.weight", "verifier_lm_head.weight"))
@@ -55,23 +63,24 @@ LAYOUTS = {
     ),
 }
 """By version of EAGLE."""
-_PARTS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
 _NAMES = {
-    1: ("fc.bias", *(f"layers.0.{part}.weight" for part in (*_PARTS, "mlp.down_proj", "post_attention_layernorm"))),
+    1: ("fc.weight", "fc.bias", "layers.0.mlp.up_proj.weight"),
     3: (
-        *("norm.weight", "lm_head.weight"),
-        *(f"layers.0.{part}.weight" for part in (*_PARTS, "mlp.down_proj", "post_attention_layernorm")),
+        *("fc.weight", "norm.weight", "lm_head.weight", "layers.0.mlp.up_proj.weight"),
         *("layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight"),
     ),
 }
-"""Tensors that tell the versions apart."""
+"""Tensors that tell the versions and the layouts apart."""
+_OBJECT, _POSITIVE = "an object", "a positive number"
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(
+        ("rms_norm_eps", "rope_theta"), (_POSITIVE, lambda v: type(v) in (int, float) and 0 < v < math.inf)
+    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "eagle_config"), (_OBJECT, lambda v: isinstance(v, dict))),
+    "hidden_act": ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
+    "layer_types": ("a list", lambda v: isinstance(v, list)),
+}
+"""What values of a config have to be."""
 
 Format = Literal["eagle", "speculators"]
 
@@ -127,7 +136,7 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
     if "draft_vocab_size" in fields or "eagle_config" in fields:
         return True
     file = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    return file is not None and {"fc.weight", *_NAMES[1][1:]} <= shapes_of(file).keys()
+    return file is not None and {"fc.weight", "layers.0.mlp.up_proj.weight"} <= shapes_of(file).keys()
 
 
 def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleConfig]:
@@ -154,32 +163,19 @@ def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleCo
 def require_fields(fields: Mapping[str, Any], shapes: Shapes, where: Path, target_layers: int | None = None) -> None:
     """Check the values of a layer in config.json. target_layers: a number of layers that may be given in place of the head's.
     Raises ValueError with the file and the field."""
-
-    def refuse(name: str, expected: str) -> None:
-        raise ValueError(f"draft: {where}: {name}: {fields[name]!r} is not {expected}")
-
     if not isinstance(fields, dict):
         raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
     # a head may have no tensor of its vocabulary's size, which is compared with the target's
     size = fields.get("vocab_size")
     others = {name: value for name, value in fields.items() if name != "vocab_size"}
-    if others.get("draft_vocab_size") == size:
-        others.pop("draft_vocab_size", None)
-    if fields.get("num_hidden_layers") == target_layers:
-        others.pop("num_hidden_layers", None)
+    for name, other in (("draft_vocab_size", size), ("num_hidden_layers", target_layers)):
+        if others.get(name) == other:
+            others.pop(name, None)
     require_sizes(others, dict(shapes), where, exact=True)  # type: ignore[arg-type]
     require_sizes({"vocab_size": size}, {}, where, exact=True)
-    for name in ("rms_norm_eps", "rope_theta"):
-        value = fields.get(name)
-        if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
-            refuse(name, "a positive number")
-    for name in ("rope_scaling", "rope_parameters", "eagle_config"):
-        if not isinstance(fields.get(name) or {}, dict):
-            refuse(name, "an object")
-    if fields.get("hidden_act") is not None and str(fields["hidden_act"]) not in ACT2FN:
-        refuse("hidden_act", "an activation that transformers knows")
-    if not isinstance(fields.get("layer_types") or [], list):
-        refuse("layer_types", "a list")
+    for name, (said, is_right) in _VALUES.items():
+        if (value := fields.get(name)) is not None and not is_right(value):
+            raise ValueError(f"draft: {where}: {name}: {value!r} is not {said}")
     for part in (fields, fields.get("eagle_config") or {}):
         for name in (_TAPS, "target_layer_ids"):
             taps = part.get(name)
@@ -203,14 +199,11 @@ def save_eagle(
     if format == "eagle":
         fields = _as_eagle(head)
         if head.config.version == 3:
-            tensors = {
-                f"midlayer.{name.removeprefix('layers.0.')}" if name.startswith("layers.0.") else name: tensor
-                for name, tensor in tensors.items()
-            }
+            tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
     elif format == "speculators":
         if head.config.version != 3:
             raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
-        fields = _as_speculators(head, target)
+        fields = _of_speculators(head, target)
         if "embed_tokens.weight" not in tensors:
             if target is None:
                 raise ValueError("target: required, because this format contains an embedding and the head has none")
@@ -247,23 +240,15 @@ def _config_of(found: Checkpoint, wanted: Any) -> EagleConfig:
     embedding = "embed_tokens.weight" in names
     if found.layout in LAYOUTS[1]:
         return EagleConfig(1, taps=(layers,), fc_bias=fields.get("bias", True), own_embedding=embedding, **layer)
-    values = values_of(fields, "eagle_config")
     taps, normed_last = _taps_of(fields, layers)
-    switches: dict[str, Any] = {name: bool(values.get(name, False)) for name in _SWITCHES}
-    tokens = agreed(_parallel_of(values), "parallel_tokens", "num_depths")
-    return EagleConfig(
-        version=3,
-        taps=taps,
-        last_normed=bool(values.get(_LAST, normed_last)),
-        target_hidden_size=values.get("target_hidden_size"),
-        draft_vocab_size=values.get("draft_vocab_size", 32000 if of_speculators else None),
-        fc_bias="fc.bias" in names,
-        own_embedding=embedding,
-        mask_token_id=values.get("mask_token_id"),
-        **({} if tokens is None else {"parallel_tokens": tokens}),
-        **layer,
-        **switches,
-    )
+    said = {"last_normed": normed_last} | agreed(values_of(fields, "eagle_config"), _KEYS)
+    if of_speculators:
+        said.setdefault("draft_vocab_size", 32000)
+        methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        if (tokens := methods[0].get("speculative_tokens")) is not None and "mask_token_id" in said:
+            said.setdefault("parallel_tokens", tokens)
+    said |= {name: bool(said.get(name, False)) for name in _SWITCHES}
+    return EagleConfig(3, taps=taps, fc_bias="fc.bias" in names, own_embedding=embedding, **said, **layer)
 
 
 def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], bool]:
@@ -321,24 +306,16 @@ def rope_of(fields: Mapping[str, Any], default: float = 10000.0) -> dict[str, An
     return {"rope_type": kind, **values, "rope_theta": default if theta is None else float(theta)}
 
 
-def _layer_fields(config: EagleConfig) -> dict[str, Any]:
-    window = {"layer_types": list(config.layer_types or ()), "sliding_window": config.sliding_window}
-    return {
-        "model_type": config.layer,
-        **{name: getattr(config, name) for name in LAYER_FIELDS},
-        "attention_bias": config.o_bias,
-        "mlp_bias": config.mlp_bias,
-        "tie_word_embeddings": False,
-        **(window if config.slides else {}),
-    }
-
-
 def _as_eagle(head: EagleHead) -> dict[str, Any]:
     config = head.config
     scaling = {name: value for name, value in config.rope.items() if name != "rope_theta"}
     fields = {
         "architectures": ["LlamaForCausalLM" if config.version == 1 else "LlamaForCausalLMEagle3"],
+        "model_type": config.layer,
         **_layer_fields(config),
+        "attention_bias": config.o_bias,
+        "mlp_bias": config.mlp_bias,
+        "tie_word_embeddings": False,
         "qkv_bias": config.qkv_bias,
         # flat, for EAGLE's own code; transformers reads both forms
         "rope_theta": config.rope["rope_theta"],
@@ -350,52 +327,48 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
     counted = [tap - (min(config.taps) <= 2) for tap in config.taps]  # as SGLang tells layers from states: see _taps_of
     return {
         **fields,
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": config.target_hidden_size,
+        **_values(config),
         _TAPS: list(config.taps),
-        "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted, _LAST: config.last_normed},
-        **{name: True for name in _SWITCHES if getattr(config, name)},
-        **({} if config.mask_token_id is None else {name: getattr(config, name) for name in _PARALLEL}),
+        "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted},
     }
 
 
-def _as_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
+def _values(config: EagleConfig) -> dict[str, Any]:
+    parallel = ("mask_token_id", "parallel_tokens") if config.mask_token_id is None else ()
+    return {names[0]: getattr(config, field) for field, names in _KEYS.items() if field not in parallel}
+
+
+def _of_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
     config = head.config
     if config.qkv_bias != config.o_bias or config.fc_bias:
         raise ValueError(
             "format: 'speculators' supports no biases for queries, keys and values only, and none of fc; use 'eagle'"
         )
     parallel = config.mask_token_id is not None
-    kind = "peagle" if parallel else "eagle3"
-    return {
-        "architectures": ["PEagleSpeculator" if parallel else "Eagle3DraftModel"],
-        "speculators_model_type": kind,
-        "speculators_version": VERSION,
-        "draft_vocab_size": config.draft_vocab_size,
-        **{name: getattr(config, name) for name in _SWITCHES},
-        "target_hidden_size": config.target_hidden_size,
+    fields = {
+        **_values(config),
         _TAPS: list(config.taps),
-        _LAST: config.last_normed,
         "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
-        "dtype": str(head.dtype).removeprefix("torch."),
-        **({"mask_token_id": config.mask_token_id} if parallel else {}),
-        "transformer_layer_config": {**_layer_fields(config), "rope_parameters": dict(config.rope)},
-        "speculators_config": speculators_config(kind, config.parallel_tokens if parallel else 3, target),
     }
+    layer = {"model_type": config.layer, "attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    kind, architecture = ("peagle", "PEagleSpeculator") if parallel else ("eagle3", "Eagle3DraftModel")
+    tokens = config.parallel_tokens if parallel else 3
+    return as_speculators(head, kind, architecture, fields, layer, tokens, target)
 
 
-def _parallel_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a P-EAGLE head. Speculators write the number of tokens with the proposal method."""
-    if "mask_token_id" not in values:
-        return {}
-    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tokens = methods[0].get("speculative_tokens")
-    return {"num_depths": tokens, **values} if tokens is not None and "parallel_tokens" not in values else dict(values)
-
-
-def speculators_config(algorithm: str, tokens: int, target: PreTrainedModel | None) -> dict[str, Any]:
-    """How engines that read speculators' format are to draft. tokens: of a draft. target: whose name is stored."""
+def as_speculators(
+    head: StateHead,
+    kind: str,
+    architecture: str,
+    fields: Mapping[str, Any],
+    layer: Mapping[str, Any],
+    tokens: int,
+    target: PreTrainedModel | None,
+) -> dict[str, Any]:
+    """config.json of speculators' format. kind, architecture: there. fields, layer: what is written besides, of the head and of
+    its layers. tokens: of a draft. target: whose name is stored, and with it how engines are to draft."""
+    config = head.config
     verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
@@ -407,8 +380,26 @@ def speculators_config(algorithm: str, tokens: int, target: PreTrainedModel | No
         "accept_tolerance": 0.0,
     }
     return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
-        "verifier": verifier,
+        "architectures": [architecture],
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "dtype": str(head.dtype).removeprefix("torch."),
+        **fields,
+        "transformer_layer_config": {
+            **_layer_fields(config),
+            **layer,
+            "rope_parameters": dict(config.rope),
+            "tie_word_embeddings": False,
+        },
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
     }
+
+
+def _layer_fields(config: HeadConfig) -> dict[str, Any]:
+    window = {"layer_types": list(config.kinds), "sliding_window": config.sliding_window} if config.slides else {}
+    return {name: getattr(config, name) for name in LAYER_FIELDS} | window

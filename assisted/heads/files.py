@@ -211,13 +211,15 @@ def values_of(fields: Mapping[str, Any], *inner: str) -> dict[str, Any]:
     return found
 
 
-def agreed(values: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """The value that a config has under one of several names. Raises ValueError if two of them differ."""
-    given = [name for name in names if name in values]
-    if differing := [name for name in given if values[name] != values[given[0]]]:
-        one, other = given[0], differing[0]
-        raise ValueError(f"draft: {one}, {other}: {values[one]!r} and {values[other]!r} contradict each other")
-    return values[given[0]] if given else default
+def agreed(values: Mapping[str, Any], keys: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Our fields that a config has. keys: the names of each, of which writers use the first. Raises ValueError for two names of
+    one field with different values."""
+    found: dict[str, Any] = {}
+    for field, names in keys.items():
+        for name in (given := [name for name in names if name in values]):
+            if values[name] != (value := found.setdefault(field, values[name])):
+                raise ValueError(f"draft: {given[0]}, {name}: {value!r} and {values[name]!r} contradict each other")
+    return found
 
 
 def is_copy(tensor: Tensor, module: Any) -> bool:

@@ -140,7 +140,10 @@ def test_docstrings_say_what_arguments_are(name: str, value: Any) -> None:
         assert not unnamed(value, doc, of_module), f"{name}: says nothing of {unnamed(value, doc, of_module)}"
         return
     if not getattr(value, "_is_protocol", False):
-        made = [] if name == "assisted.AssistedModelForCausalLM" else unnamed(value, doc, of_module)
+        named = [
+            kind.__doc__ or "" for kind in value.__mro__[1:] if f"`{kind.__name__}`" in doc
+        ]  # its arguments are there
+        made = [] if name == "assisted.AssistedModelForCausalLM" else unnamed(value, doc, of_module, *named)
         undocumented = [f for f in made if f not in helped and not re.search(rf'^    {f}: .*\n    """', source, re.M)]
         assert not undocumented, f"{name}: says nothing of {undocumented}"
     for method_name, method in vars(value).items():

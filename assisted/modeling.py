@@ -40,6 +40,7 @@ from .admission import (
     require_numbers,
     require_own_drafting,
     require_tensors,
+    setting_of,
     warn_plain,
     without,
 )
@@ -426,6 +427,12 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             recorder.ran("plain", reason)
             warn_plain(reason)
             assisted = False
+        if isinstance(kwargs.get(CACHE), Session):
+            if setting_of(kwargs, generation_config, None, "use_cache") is False:
+                raise ValueError(
+                    "use_cache: False leaves a session nothing to keep; leave out past_key_values or use_cache"
+                )
+            kwargs["use_cache"] = True  # without it, as in MPT's config, every forward pass would add the whole text
         if isinstance(kwargs.get(CACHE), Session) and Traits.of(self.target).cache_argument != CACHE:
             settings.note(
                 "past_key_values: a session's text is read whole: states do not show how many tokens they have read"

@@ -506,3 +506,19 @@ def test_a_session_of_states_alone(name: str) -> None:
     added = turns(3)
     assert talked(model, model.session(), added) == plain_talk(target, added)
     assert "is read whole" in model.report.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["mpt", "llama"])
+@pytest.mark.parametrize("assisted", [True, False])
+def test_a_session_of_a_model_whose_config_leaves_caches_out(name: str, assisted: bool) -> None:
+    """As MPT's does. Read so, transformers would add the whole text to the cache in every forward pass."""
+    target = build(next(architecture for architecture in ARCHITECTURES if architecture.name == name))
+    target.generation_config.use_cache = False
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=4)
+    session, ids = model.session(), random_ids(target, 1, 12)
+    for _ in range(2):
+        expected = target.generate(ids, **CALL)
+        assert model.generate(ids, past_key_values=session, assisted=assisted, **CALL).equal(expected)
+        ids = torch.cat([expected, ids[:, :3]], 1)
+    with pytest.raises(ValueError, match="use_cache: False leaves a session nothing to keep"):
+        model.generate(ids, past_key_values=session, use_cache=False, **CALL)

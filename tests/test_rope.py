@@ -153,6 +153,7 @@ def test_a_model_that_reads_its_text_anew(name: str, rows: int) -> None:
         assert model.report is not None
         assert any(issubclass(warning.category, DraftingStopped) for warning in caught) == crosses
         assert (model.report.drafted > 0) != crosses
+        assert any("rotary embedding" in said for said in model.report.warnings) == crosses
 
 
 def test_a_turn_that_begins_beyond_the_change_is_read_anew() -> None:

@@ -276,7 +276,7 @@ def test_a_d2t_read_as_ids_drafts_otherwise(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"d2t": torch.arange(V // 2) + 0.5}, "holds d2t in torch.float32 with fractions"),
+        ({"d2t": torch.arange(V // 2) + 0.5}, "d2t: it holds fractions"),
         ({"d2t": torch.arange(V // 2) * 2}, "d2t: its ids are not 2048 different tokens of the target's 4096"),
         ({"t2d": torch.ones(V, dtype=torch.bool)}, "t2d and d2t that name different tokens"),
         (

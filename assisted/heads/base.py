@@ -45,15 +45,6 @@ class StateHead(nn.Module):
     def device(self) -> torch.device:
         return self.fc.weight.device
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """As torch, which rounds what it copies. Raises ValueError for offsets that are no whole numbers."""
-        offsets = state_dict.get("d2t")
-        if offsets is not None and offsets.is_floating_point() and not torch.equal(offsets, offsets.round()):
-            raise ValueError(
-                "d2t: it holds fractions, which are no offsets of token ids; write the checkpoint again in int64"
-            )
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
     @property
     def draft_tokens(self) -> torch.Tensor:
         """[Vd] int64, the target's ids of the tokens that the head can draft, ascending."""

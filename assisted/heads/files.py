@@ -241,7 +241,10 @@ def settle_vocabulary(tensors: dict[str, Tensor], draft_size: int, size: int, wh
     if d2t is not None:
         offsets = d2t.to(torch.int64)
         if not torch.equal(offsets.to(d2t.dtype), d2t):
-            raise ValueError(f"draft: {where} holds d2t in {d2t.dtype} with fractions; its offsets have to be whole")
+            raise ValueError(
+                f"draft: {where}: d2t: it holds fractions, which are no offsets of token ids; write the checkpoint again in "
+                "int64"
+            )
         tokens = tokens + offsets
         if int(tokens.min()) < 0 or int(tokens.max()) >= size or len(tokens.unique()) != draft_size:
             raise ValueError(

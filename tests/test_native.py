@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -191,44 +190,26 @@ def test_integer_products_have_the_same_bits_on_all_processors(bits: float, monk
     assert all(torch.equal(one, made[0]) for one in made)
 
 
-@needed
-@pytest.mark.skipif("avx512_bf16" not in native.processor_flags(), reason="there is nothing to choose from")
-@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
-def test_the_faster_products_are_measured_once(faster: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """AVX512-BF16 without tiles or float32, whichever takes less time; the next process takes the same."""
-    flags = {name for name in native.processor_flags() if "amx" not in name}
-    monkeypatch.setattr(native, "processor_flags", lambda: flags)
-    for file in native.folder().glob("*.so"):  # what has been compiled
-        shutil.copy(file, tmp_path)
-    monkeypatch.setenv(native.VARIABLE, str(tmp_path))
-    measured = []
+CPUINFO = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel : {}\nmodel name : AMD EPYC\nflags : {}\n"
 
-    def seconds_of(library: Any) -> float:
-        measured.append(library.of_group)
-        return float(len(measured) == 1) if faster == "float32" else float(len(measured))
 
-    monkeypatch.setattr(native, "seconds_of", seconds_of)
-    chosen = []
+@pytest.mark.parametrize("model,direct", [(17, True), (1000, False)], ids=["listed", "unknown"])
+def test_the_model_of_the_processor_chooses_the_product(
+    model: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AVX512-BF16 without tiles or float32, which round differently: equal machines must not choose by a stopwatch."""
+    flags = " ".join(native.PROCESSORS[1])  # AVX512-BF16, without tiles
+    monkeypatch.setattr(native, "_cpuinfo", lambda: CPUINFO.format(model, flags))
+    monkeypatch.setattr(native, "_declared", lambda library: library)
+    monkeypatch.setattr(native, "compiled", lambda name, flags: (flags, ""))
+    monkeypatch.setattr(native, "_ready", {})
+    assert native.processor_model() == f"AuthenticAMD 25 {model}"
+    native.loaded.cache_clear()
     try:
-        for _ in range(2):
-            native.loaded.cache_clear()
-            chosen.append(native.loaded()[0].of_group)  # what each needs beside its inputs tells them apart
-        (file,) = tmp_path.glob("faster-*")
-        file.write_text("neither")
-        native.loaded.cache_clear()
-        assert len(measured) == 2 and native.loaded()[0] is not None and len(measured) == 4
-        file.unlink()
-        monkeypatch.setattr(native, "seconds_of", lambda library: file.write_text("other") and 0.0)
-        native.loaded.cache_clear()  # another process decides while this one measures
-        assert native.loaded()[0].of_group == measured[1]
+        chosen = native.loaded()[0]
     finally:
         native.loaded.cache_clear()
-    assert len({*measured}) == 2 and chosen == [measured[faster == "float32"]] * 2
-
-
-@needed
-def test_products_are_timed() -> None:
-    assert 0 < native.seconds_of(native.loaded()[0]) < 60
+    assert ("-mavx512bf16" in chosen) == direct and "-mavx512f" in chosen
 
 
 @needed

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import json
 import mmap
 import os
 import platform
@@ -18,7 +19,6 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -63,7 +63,6 @@ PROCESSORS: tuple[tuple[str, ...], ...] = (
     ("avx2", "fma"),
 )  # what they can do, as Linux names it; the first that fits
 SECONDS = 120  # for the compiler
-_TRIALS = 5  # of a product, whose shortest time counts
 _ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
 too_slow: set[str] = set()  # compilers of which this process expects nothing more
 _has_warned = False
@@ -129,23 +128,18 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
         return None, f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
     known, reason = processor_flags(), "they need AVX2 or AVX512, which this processor does not have"
-    found: list[Any] = []
-    for names in PROCESSORS:
-        if not known.issuperset(names):
-            continue
+    fitting = [names for names in PROCESSORS if known.issuperset(names)]
+    fitting.sort(key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and not sums_directly())
+    for names in fitting:
         if dtype == torch.float32:
             names = tuple(name for name in names if not name.endswith(("vnni", "bf16")) and "amx" not in name)
         flags = [*_FLAGS, *("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in names)]
         library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
-        found.append(_declared(library))
-        if "amx_tile" in names or "avx512_bf16" not in names:
-            break
-    if not found:
-        return None, reason
-    _ready[dtype] = found[0] if len(found) == 1 else _faster(found[0], found[1])
-    return _ready[dtype], ""
+        _ready[dtype] = _declared(library)
+        return _ready[dtype], ""
+    return None, reason
 
 
 def _declared(library: Any) -> Any:
@@ -170,45 +164,20 @@ def _declared(library: Any) -> Any:
     return library
 
 
-def _faster(one: Any, other: Any) -> Any:
-    """Of two libraries, the one whose products of bfloat16 take less time here. By AVX512-BF16 without tiles, they take more
-    than in float32 on some processors. Measured once for a processor, so every process has the same bits.
+def processor_model() -> str:
+    """Vendor, family and model of the processor, as Linux numbers them: "AuthenticAMD 25 17"."""
+    fields = (line.partition(":") for line in reversed(_cpuinfo().splitlines()))
+    known = {name.strip(): value.strip() for name, _, value in fields}
+    return " ".join(known.get(name, "") for name in ("vendor_id", "cpu family", "model"))
+
+
+def sums_directly() -> bool:
+    """Whether products of bfloat16 by AVX512-BF16 take less time than in float32 on this model of a processor.
+
+    `processors.json` holds such models, as `benchmarks/instructions.py` found them. The two ways round differently, so equal
+    processors must choose alike: nothing is measured here, and models that are not listed sum in float32.
     """
-    model = next((line for line in _cpuinfo().splitlines() if line.startswith("model name")), "")
-    key = hashlib.sha256(f"{one._name} {other._name} {model}".encode()).hexdigest()[:16]
-    file = folder() / f"faster-{key}"
-
-    def kept() -> Any:
-        with contextlib.suppress(OSError):
-            return {"one": one, "other": other}.get(file.read_text(errors="replace"))
-
-    found = kept()
-    if found is None:
-        found = one if seconds_of(one) <= seconds_of(other) else other
-        with contextlib.suppress(OSError), file.open("x") as opened:  # of several processes, the first one decides
-            opened.write("one" if found is one else "other")
-        found = kept() or found
-    return found
-
-
-@torch.inference_mode(False)
-def seconds_of(library: Any) -> float:
-    """Of a product over one column and one over five, with weights that no cache holds."""
-    inputs, outputs, threads = 1024, 32768, torch.get_num_threads()
-    weights = torch.ones(outputs, inputs, dtype=torch.bfloat16)
-    struct = Product(weights.data_ptr(), 0, 0, outputs, inputs, 16, 16)
-    seconds = 0.0
-    for n in (1, 5):
-        columns, made = torch.ones(n, inputs, dtype=torch.bfloat16), torch.empty(n, outputs, dtype=torch.bfloat16)
-        scratch = torch.empty(threads * n * (inputs // GROUP) * library.of_group)
-        pointers = columns.data_ptr(), n, made.data_ptr(), scratch.data_ptr(), threads
-        best = float("inf")
-        for _ in range(_TRIALS):
-            started = time.perf_counter()
-            library.multiply(ctypes.addressof(struct), *pointers)
-            best = min(best, time.perf_counter() - started)
-        seconds += best
-    return seconds
+    return processor_model() in json.loads(Path(__file__).with_name("processors.json").read_text())
 
 
 def processor_flags() -> set[str]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import platform
-import timeit
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -229,38 +228,16 @@ class Product:
 def _is_faster(inputs: torch.Tensor, entries: int) -> bool:
     """Whether oneDNN's layout is faster for these columns. entries: of the weight.
 
-    For a few columns of float32, or very many, torch's own layouts are faster; for one column, bfloat16 is read in half the
+    By size alone: the layouts round differently, so equal processors must choose alike. For a few columns of float32, or very
+    many, torch's own layouts are faster; for one column, bfloat16 is read in half the
     time of a copy in float32.
     """
     columns = inputs.shape[:-1].numel()
     if columns < _MANY and entries < _WIDE:
         return False
     if inputs.dtype == torch.float32:
-        return _fewest_columns() <= columns <= (_MOST if entries >= _LARGE else _SOONER)
+        return _FILLED <= columns <= (_MOST if entries >= _LARGE else _SOONER)
     return columns > 1 or entries >= _GIANT or copied_in(inputs.dtype) == inputs.dtype
-
-
-@functools.cache
-def _fewest_columns() -> int:
-    """The fewest columns of float32 for which oneDNN's layout is faster than torch's own product, 2 to 4, measured once.
-
-    Which library torch calls for two or three columns, and how fast that is, differs between processors.
-    """
-    weight, fewest = torch.ones(512, 512), 4
-    packed = _packed(weight)
-    for columns in (3, 2):
-        inputs = torch.ones(columns, 512)
-        own = _seconds(functools.partial(F.linear, inputs, weight))
-        if own <= _seconds(functools.partial(_times, inputs, packed, None, False, len(weight))):
-            break
-        fewest = columns
-    return fewest
-
-
-@torch.inference_mode()
-def _seconds(run: Callable[[], Any]) -> float:
-    """The least time of a few runs."""
-    return min(timeit.repeat(run, number=1, repeat=8))
 
 
 class PackedLinear(nn.Linear):

@@ -825,3 +825,17 @@ def test_what_is_fused(architecture: Any) -> None:
     assert found.is_own
     assert all(map(lambda one, other: one is other, found.code, trust(target).code))
     assert fused(target).through_parts == (architecture.name in FUSED)
+
+
+def test_layers_of_auto_round_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
+    """They come from a package beside it, and packing a layer stores what forward passes only read."""
+    (tmp_path / "auto_round_extension").mkdir()
+    (tmp_path / "auto_round_extension" / "__init__.py").write_text(
+        "import torch\n\n\nclass QuantLinear(torch.nn.Module):\n    def pack(self, linear):\n"
+        "        self.qweight = linear.weight\n\n    def forward(self, x):\n        return x @ self.qweight\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert blamed([importlib.import_module("auto_round_extension").QuantLinear]) is None
+    finally:
+        sys.modules.pop("auto_round_extension", None)

@@ -34,7 +34,10 @@ from .libraries import CACHE_NAMES, LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_mo
 from .parts import unwrapped
 
 _LIBRARIES = ("transformers", "torch", "accelerate", "peft", "huggingface_hub")
-_QUANTIZERS = "auto_round awq bitsandbytes compressed_tensors eetq gptqmodel hqq optimum.quanto quark torchao vptq"
+_QUANTIZERS = (
+    "auto_round auto_round_extension awq bitsandbytes compressed_tensors eetq gptqmodel hqq "
+    "optimum.quanto quark torchao vptq"
+)
 _KERNELS = "causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"  # transformers imports them itself
 _PACKAGES = (*_LIBRARIES, *_QUANTIZERS.split(), *_KERNELS.split())
 _MODELS = os.path.join(os.path.dirname(transformers.__file__), "models", "")

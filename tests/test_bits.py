@@ -8,8 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_turns
 from test_native import LLAMA
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.distribution import Draws
@@ -299,3 +308,32 @@ def test_draws_follow_the_distribution_and_depend_on_the_position_alone() -> Non
     torch.manual_seed(1)
     again = Draws(2)
     assert torch.equal(again.sample(p.expand(2, 3, 4), [5, 5], torch.tensor([[1, 2]] * 2)), found[:, 5:8])
+
+
+ODD = {  # sizes at which a product may be computed in another way for many columns
+    "an odd vocabulary": ("llama", {}),
+    "a tied head": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "other biases": ("qwen2", {}),
+    "padded inputs": ("llama", {"intermediate_size": 88}),
+    "narrow heads": ("llama", {"head_dim": 16}),
+    "an odd width": ("qwen3", {"hidden_size": 48, "head_dim": 32}),
+    "a window": ("mistral", {"sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("size,input_bits", in_turns(list(ODD), [16, 8]))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_weights_of_odd_sizes_over_more_columns_than_inputs(size: str, bits: int, input_bits: int) -> None:
+    kind, sizes = ODD[size]
+    given = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1} | sizes
+    config = AutoConfig.for_model(kind, vocab_size=97, num_hidden_layers=2, pad_token_id=0, eos_token_id=None, **given)
+    torch.manual_seed(0)
+    target = quantize_copy(
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval(), PackedConfig(bits, input_bits=input_bits)
+    )
+    pair = AssistedModelForCausalLM.from_models(target, draft="recycle", exact="bits")
+    inputs = {"input_ids": torch.randint(3, 97, (6, 9), generator=torch.Generator().manual_seed(0))}
+    plain = sha(pair, inputs, assisted=False, max_new_tokens=10)
+    for length in (1, 11):  # of six rows, 12 columns and 72
+        assert sha(pair, inputs, draft_length=length, max_new_tokens=10) == plain

@@ -128,7 +128,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         self._running: Recorder | None = None
         self._costs_keys: dict[Any, str] = {}
         self._warned: set[str] = set()  # what was warned of once
-        self._others: dict[Any, tuple[Asked, AssistedModelForCausalLM]] = {}  # with drafts of single calls, latest last
+        self.other_pairs: dict[
+            Any, tuple[Asked, AssistedModelForCausalLM]
+        ] = {}  # with drafts of single calls, latest last
         self._drafts_with: str | None = None  # of one of these
         self.watch: Callable[[Round], None] | None = None
         self.fast = "auto"
@@ -145,7 +147,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             "_costs_keys": {},
             "watch": None,
             "_running": None,
-            "_others": {},
+            "other_pairs": {},
             "sessions": None,
         }
         return self.__dict__ | fresh
@@ -588,7 +590,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     @property
     def running(self) -> Report | None:
         """Counts and times so far of the assisted `generate` that was started last and has not ended; None between calls."""
-        recorders = (pair._running for pair in (self, *(other for _, other in self._others.values())))
+        recorders = (pair._running for pair in (self, *(other for _, other in self.other_pairs.values())))
         recorder = next((recorder for recorder in recorders if recorder is not None), None)
         return None if recorder is None else recorder.report()
 
@@ -652,7 +654,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         super()._apply(fn, recurse)
         for module in self.drafter.modules:
             module._apply(fn, recurse)
-        self._others = {}
+        self.other_pairs = {}
         return self
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
@@ -681,7 +683,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if draft is None or (draft is own and of_draft in (None, getattr(self.drafter, "tokenizer", None))):
             return self
         key = (draft if isinstance(draft, (str, Spec)) else id(draft), id(of_draft))
-        if key not in self._others:
+        if key not in self.other_pairs:
             try:
                 other = self.from_models(
                     self.target, draft, tokenizer=self.tokenizer or tokenizer, draft_tokenizer=of_draft
@@ -690,8 +692,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 raise (OSError if isinstance(error, OSError) else ValueError)(f"assistant_model: {error}") from error
             named = draft if isinstance(draft, str) else getattr(draft, "name_or_path", "") or type(draft).__name__
             other._drafts_with = repr(draft) if isinstance(draft, Spec) else named
-            self._others = dict([*self._others.items(), (key, (asked, other))][-_OTHERS:])
-        other = self._others[key][1]
+            self.other_pairs = dict([*self.other_pairs.items(), (key, (asked, other))][-_OTHERS:])
+        other = self.other_pairs[key][1]
         for name in ("fast", "exact", "sessions", "draft_length", "watch", "_warned", "_recorded"):
             setattr(other, name, getattr(self, name))
         return other

@@ -146,7 +146,7 @@ def write_hybrid(file: Path, kind: str = "F32", mtp: bool = True) -> Path:
     from transformers import AutoConfig, AutoTokenizer
 
     from assisted import zoo
-    from assisted.handover.gguf import _add_tokenizer
+    from assisted.handover.gguf import add_tokenizer
 
     source = Path(zoo.folder("hybrid"))
     config: Any = AutoConfig.from_pretrained(source)
@@ -172,7 +172,7 @@ def write_hybrid(file: Path, kind: str = "F32", mtp: bool = True) -> Path:
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     if mtp:
         writer.add_nextn_predict_layers(1)
-    _add_tokenizer(writer, AutoTokenizer.from_pretrained(source), config.vocab_size, "target")
+    add_tokenizer(writer, AutoTokenizer.from_pretrained(source), config.vocab_size, "target")
     tensors = load_file(source / "model.safetensors")
     held = {name: tensor for name, tensor in tensors.items() if mtp or not name.startswith("mtp.")}
     add_qwen(writer, held, config.num_hidden_layers, kind)

@@ -199,10 +199,10 @@ def test_the_model_of_the_processor_chooses_the_product(
 ) -> None:
     """AVX512-BF16 without tiles or float32, which round differently: equal machines must not choose by a stopwatch."""
     flags = " ".join(native.PROCESSORS[1])  # AVX512-BF16, without tiles
-    monkeypatch.setattr(native, "_cpuinfo", lambda: CPUINFO.format(model, flags))
-    monkeypatch.setattr(native, "_declared", lambda library: library)
+    monkeypatch.setattr(native, "cpuinfo", lambda: CPUINFO.format(model, flags))
+    monkeypatch.setattr(native, "declared", lambda library: library)
     monkeypatch.setattr(native, "compiled", lambda name, flags: (flags, ""))
-    monkeypatch.setattr(native, "_ready", {})
+    monkeypatch.setattr(native, "ready", {})
     assert native.processor_model() == f"AuthenticAMD 25 {model}"
     native.loaded.cache_clear()
     try:

@@ -562,10 +562,10 @@ def test_an_assistant_of_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         name = {1: "LlamaForCausalLM", 2: str(tmp_path / "assistant")}[times]
         assert model.report.draft == (None if given is model.drafter.model else name)
         assert ("drafted by" in str(model.report)) == (model.report.draft is not None)
-    assert len(model._others) == 2
+    assert len(model.other_pairs) == 2
     model.generate(prompt()["ids"], **CALL, prompt_lookup_num_tokens=3)
-    assert len(model._others) == 2  # the oldest was given up
-    assert copy.deepcopy(model)._others == {}
+    assert len(model.other_pairs) == 2  # the oldest was given up
+    assert copy.deepcopy(model).other_pairs == {}
     with pytest.raises(ValueError, match=r"^assistant_model: draft"):
         model.generate(prompt()["ids"], **CALL, assistant_model=build(REFUSED[0]))
     sampled = model.generate(

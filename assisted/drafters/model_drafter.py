@@ -19,7 +19,7 @@ from ..engine.runner import CachedModel
 from ..engine.session import can_go_on, go_on, renew
 from ..engine.traits import Traits
 from ..engine.trust import Trust
-from ..engine.window import holds_end_of, keep_last
+from ..engine.window import has_ended, holds_end_of, keep_last
 from ..fast.fused import fused, is_sum_of_parts, prepare
 from ..fast.graphs import Graphs
 from ..text import Text, tokens_from
@@ -78,19 +78,11 @@ class ModelDrafting(ChainDrafting):
         self.own_size: int = Traits.of(drafter.model).vocabulary  # size of its embedding
         self.runner: CachedModel | None = None
         self.proposed: Draft | None = None  # until it is verified
-        self.is_over = False  # the text is longer than the draft's context, which the caller knows
         self.committed: list[int] = []  # slots of committed tokens, per row; later slots hold the draft
 
     def propose(self, text: Text, budget: int) -> Draft:
         rows = text.unfinished
-        longest, context = max(text.lengths[row] for row in rows), Traits.of(self.drafter.model).context
-        if longest + 1 >= context:
-            if not self.is_over:
-                self.call.settings.warn(
-                    f"The draft's context ends at {context} tokens, and the text has {longest}: it goes on without this draft. "
-                    "Choose a draft with a longer context, or one that reads text alone, such as draft='suffix'."
-                )
-            self.is_over = True
+        if has_ended(Traits.of(self.drafter.model).context, max(text.lengths[row] for row in rows), self.call.settings):
             return Draft.empty(text.rows, text.ids.device)
         runner = self._catch_up_prompt(text)
         runner.run_only(rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from .cache import SlotCache, SlotLayer
+from .prepared import CallSettings
 
 SINKS = 4
 """Tokens at the beginning of a text that are always kept, because much attention goes to them (2309.17453)."""
@@ -80,3 +81,16 @@ def _move(layer: SlotLayer, source: torch.Tensor, capacity: int) -> None:
             store = store.new_zeros(*store.shape[:2], max(capacity, held.shape[2]), store.shape[3])
             setattr(layer, name, store)
         store[:, :, : held.shape[2]] = held
+
+
+def has_ended(context: int, tokens: int, settings: CallSettings) -> bool:
+    """Whether a text of so many tokens is too long for a draft's context, of which a call is warned once."""
+    if tokens + 1 < context:
+        return False
+    ends = f"The draft's context ends at {context} tokens"
+    if not any(said.startswith(ends) for said in settings.warnings):
+        settings.warn(
+            f"{ends}, and the text has {tokens}: it goes on without this draft. Choose a draft with a longer context, or one "
+            "that reads text alone, such as draft='suffix'."
+        )
+    return True

@@ -63,7 +63,7 @@ PROCESSORS: tuple[tuple[str, ...], ...] = (
     ("avx2", "fma"),
 )  # what they can do, as Linux names it; the first that fits
 SECONDS = 120  # for the compiler
-_ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
+ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
 too_slow: set[str] = set()  # compilers of which this process expects nothing more
 _has_warned = False
 
@@ -137,12 +137,12 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
-        _ready[dtype] = _declared(library)
-        return _ready[dtype], ""
+        ready[dtype] = declared(library)
+        return ready[dtype], ""
     return None, reason
 
 
-def _declared(library: Any) -> Any:
+def declared(library: Any) -> Any:
     """The library, with the types of its functions. Raises OtherLayout if its structs are others."""
     require_layout(library, *OF_NATIVE)
     library.of_group = c_int64.in_dll(library, "most_of_group").value
@@ -166,7 +166,7 @@ def _declared(library: Any) -> Any:
 
 def processor_model() -> str:
     """Vendor, family and model of the processor, as Linux numbers them: "AuthenticAMD 25 17"."""
-    fields = (line.partition(":") for line in reversed(_cpuinfo().splitlines()))
+    fields = (line.partition(":") for line in reversed(cpuinfo().splitlines()))
     known = {name.strip(): value.strip() for name, _, value in fields}
     return " ".join(known.get(name, "") for name in ("vendor_id", "cpu family", "model"))
 
@@ -182,10 +182,10 @@ def sums_directly() -> bool:
 
 def processor_flags() -> set[str]:
     """What Linux says that the processor can do; nothing on other systems."""
-    return set(_cpuinfo().split())
+    return set(cpuinfo().split())
 
 
-def _cpuinfo() -> str:
+def cpuinfo() -> str:
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.is_file() else ""
 
@@ -498,7 +498,7 @@ class NativeLayers:
 
 def top1(scores: torch.Tensor) -> torch.Tensor:
     """As `acceptance.top1`, in a fifth of the time over a vocabulary, of scores whose library is there."""
-    library = _ready.get(scores.dtype) if scores.is_cpu else None
+    library = ready.get(scores.dtype) if scores.is_cpu else None
     if library is None or scores.stride(-1) != 1 or scores.numel() == 0:
         return acceptance.top1(scores)
     rows = scores.reshape(-1, scores.shape[-1])
@@ -511,7 +511,7 @@ def top1(scores: torch.Tensor) -> torch.Tensor:
 def move(stores: Sequence[torch.Tensor], moves: torch.Tensor) -> bool:
     """See `PreparedModule.move`; operations of torch would take a fifth of a small model's pass."""
     sizes, first = {store.shape for store in stores}, stores[0]
-    library = _ready.get(first.dtype)
+    library = ready.get(first.dtype)
     if library is None or len(sizes) > 1 or not all(store.is_cpu and store.is_contiguous() for store in stores):
         return False
     places = pointers(stores, first.dtype, [first.numel()] * len(stores))
@@ -582,7 +582,7 @@ class NativePass:
 
 def _lists(seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     """Which slots each column sees, one column after the other, and where a column's begin. seen: [R, n, any] bool."""
-    library = _ready.get(dtype)
+    library = ready.get(dtype)
     if library is None:
         return [seen.nonzero()[:, 2].contiguous(), F.pad(seen.sum(-1).flatten().cumsum(0), (1, 0))]
     seen = seen.contiguous()

@@ -90,7 +90,7 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Pat
     writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_vocab_size(config.vocab_size)
-    _add_tokenizer(writer, tokenizer, config.vocab_size, role)
+    add_tokenizer(writer, tokenizer, config.vocab_size, role)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
     tied = config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -146,7 +146,7 @@ def _pre_tokenizer(fields: dict[str, Any], role: str) -> str:
     raise ValueError(f"{role}: its tokenizer splits text in a way that has no name in GGUF; {_ELSE}")
 
 
-def _add_tokenizer(writer: Any, tokenizer: Any, size: int, role: str) -> None:
+def add_tokenizer(writer: Any, tokenizer: Any, size: int, role: str) -> None:
     gguf = _gguf()
     fields = _tokenizer_fields(tokenizer, role)
     tokens = [f"[PAD{number}]" for number in range(size)]

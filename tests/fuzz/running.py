@@ -137,6 +137,7 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
         outcome.failures.append(f"at load: {_said(error)}")
         return
     baseline = _Undrafted(pair) if case.bits else alone
+    edited = any(isinstance(step, Edit) for step in case.steps)
     talk: _Talk | None = None
     change, written = None, None  # the change at present, and the text without it
     for step in case.steps:
@@ -147,7 +148,7 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
             assert len(undos) <= before + 1
             continue
         talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
-        if not _compare(step, talk, alone, pair, outcome, baseline):
+        if not _compare(step, talk, alone, pair, outcome, baseline, edited):
             return
         if any(isinstance(other, Edit) and other.name in changes.NAMES for other in case.steps) and not step.continues:
             if change is not None:
@@ -242,10 +243,13 @@ def _generate(model: Any, call: Call, talk: _Talk, cache: Any, source: PreTraine
     return model.generate(ids, **made), None if stream is None else stream.values
 
 
-def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome: Outcome, baseline: Any) -> bool:
+def _compare(
+    call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome: Outcome, baseline: Any, edited: bool
+) -> bool:
     """Run a call on both and note what differs. Returns whether the talk can go on.
 
     baseline: what the pair is compared with: the target alone, or the pair without drafts, from which nothing may differ.
+    edited: the model changes between calls, so what a cache holds is not what the text gives now.
     """
     bits = baseline is not alone
     theirs, ours = talk.caches
@@ -259,6 +263,8 @@ def _compare(call: Call, talk: _Talk, alone: PreTrainedModel, pair: Any, outcome
     if ours is None and keeps and not own_cache and call.seed % 2 and takes(alone, "past_key_values"):
         ours = pair.session()
     try:
+        # a session is the text: states from which transformers reads on wrongly are read anew
+        theirs = None if isinstance(ours, Session) and not bits and not edited else theirs
         plain = _generate(baseline, call, talk, theirs, alone, **more)
     except Exception as raised:
         error = raised

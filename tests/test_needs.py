@@ -36,8 +36,9 @@ def test_needs_unite():
     assert both == NOTHING | split | last | one
     assert (both.states, both.split, len(both.layers)) == ({1, 2, 4}, True, 4)
     assert both.final_norm == last.final_norm == ("model", "norm")
-    with pytest.raises(ValueError, match=r"\[5\] of a target with 4 layers"):
-        Needs.of_states(target, 5)
+    assert Needs.of_states(target, 5).final_norm == ()  # the last layer's output, before the norm
+    with pytest.raises(ValueError, match=r"\[6\] of a target with 4 layers"):
+        Needs.of_states(target, 6)
     with pytest.raises(ValueError, match="0"):
         Needs.of_states(target, 0)
 

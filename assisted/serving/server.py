@@ -167,7 +167,7 @@ class Server(ThreadingHTTPServer):
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new), "total_tokens": len(ids) + len(new)}
         found: dict[str, Any] = {"text": text.shown, "finish_reason": "stop" if ended else "length", "logprobs": None}
         found["usage"] = usage | {"prompt_tokens_details": {"cached_tokens": report.cached_tokens}}
-        found["report"] = {"draft": draft, **report.to_dict()}
+        found["report"] = report.to_dict() | {"draft": draft}
         if logprobs:
             values = [
                 float(row[0].float().log_softmax(-1)[token]) for row, token in zip(output.logits, new, strict=True)

@@ -138,7 +138,7 @@ def why_no_mtp(path: str | Path, config: PreTrainedConfig) -> str | None:
             return None if folder.parent.name == "snapshots" else f"{missing[0]} is missing in {folder}"
         stored = {name: tuple(t.shape) for place in wanted for name, t in stored_in(place).items() if name in names}
         _checked(_Found(folder, layout, number, stored), config)
-    except _NothingThere:
+    except NoMTPLayers:
         return ""
     except ValueError as error:
         return str(error).removeprefix("draft: ")
@@ -213,7 +213,7 @@ def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
     return bool(own) and set(own) == files.keys()
 
 
-class _NothingThere(ValueError):
+class NoMTPLayers(ValueError):
     """A checkpoint without any sign of MTP layers."""
 
 
@@ -301,7 +301,7 @@ def _require_mtp(
             f"draft: {where} announces {count} MTP layer{'s' * (count > 1)} ({key}), but none of its files holds their "
             f"tensors. {_ORIGINAL}"
         )
-    raise _NothingThere(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
+    raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
 def _checked(found: _Found, config: PreTrainedConfig) -> tuple[list[Wanted], dict[str, Group]]:

@@ -332,7 +332,8 @@ def loading(role: str, path: str | Path) -> Iterator[None]:
             raise
         if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
             raise
-        if type(error) is ValueError and _ABOUT_AN_ARGUMENT.match(str(error)):
+        is_ours = type(error) is ValueError or type(error).__module__.startswith("assisted.")
+        if is_ours and _ABOUT_AN_ARGUMENT.match(str(error)):
             raise
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        kind = "" if is_ours else f"{type(error).__name__}: "
         raise ValueError(f"{role}: loading {str(path)!r} failed: {kind}{error}") from error

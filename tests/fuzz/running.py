@@ -314,6 +314,7 @@ def _compare(
             close = 0.0 if bits else CLOSE
             _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome, close)
     if "embeds" in call.arguments or call.arguments.get("num_return_sequences", 1) > 1:
+        talk.caches = (None, None)  # which have read on
         return True  # the text so far stays the prompt
     talk.ids = first
     talk.caches = tuple(getattr(result[0], "past_key_values", None) for result in (plain, assisted))  # type: ignore[assignment]

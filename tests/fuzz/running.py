@@ -253,7 +253,6 @@ def _compare(
     """
     bits = baseline is not alone
     theirs, ours = talk.caches
-    before = copy.deepcopy(theirs)
     plain = assisted = error = None
     # a cache is returned with the details, or is the caller's own
     others = {"embeds", "num_beams", "cache_implementation"} & set(call.arguments)
@@ -264,9 +263,10 @@ def _compare(
     has_session = keeps and not edited and "cache_layers" not in call.arguments and call.seed % 2
     if ours is None and has_session and takes(alone, "past_key_values"):
         ours = pair.session()
+    # a session is the text: states from which transformers reads on wrongly are read anew
+    theirs = None if isinstance(ours, Session) and not bits else theirs
+    before = copy.deepcopy(theirs)  # from which a difference is explained
     try:
-        # a session is the text: states from which transformers reads on wrongly are read anew
-        theirs = None if isinstance(ours, Session) and not bits else theirs
         plain = _generate(baseline, call, talk, theirs, alone, **more)
     except Exception as raised:
         error = raised

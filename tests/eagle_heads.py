@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from assisted.drafters.eagle import needs_of
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
-from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
+from assisted.heads.eagle import EagleConfig, EagleHead
+from assisted.training.masks import unrolled_mask
 
 __all__ = ["features_of", "learn", "random_head", "trained_head", "unrolled_loss", "written"]
 

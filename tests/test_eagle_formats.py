@@ -19,11 +19,12 @@ from transformers import DynamicCache
 from assisted import zoo
 from assisted.drafters import DraftModel, Eagle, parse
 from assisted.drafters.registry import kind_of
-from assisted.heads.eagle import EagleConfig, EagleHead, unrolled_mask
+from assisted.heads.eagle import EagleConfig, EagleHead
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.files import public_name
 from assisted.heads.medusa import MedusaHeads
 from assisted.loading import files
+from assisted.training.masks import unrolled_mask
 
 VOCABULARY, WIDTH, DRAFT = 96, 32, 40
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -23,11 +23,11 @@ from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.heads.eagle import unrolled_mask
 from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
 from assisted.heads.runner import HeadRunner
 from assisted.lengths.rates import Rates
 from assisted.plan import plan
+from assisted.training.masks import unrolled_mask
 from assisted.training.mtp import MTPSettings, MTPTraining
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}

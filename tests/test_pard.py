@@ -19,7 +19,8 @@ from assisted.drafters.pard import TOKENS, PardDrafter, PardDrafting
 from assisted.drafters.recurrent_drafter import RecurrentDrafter
 from assisted.drafters.tree_drafter import TreeDrafter
 from assisted.engine.runner import CachedModel
-from assisted.training.pard import PardSettings, PardTraining, rows_of, seen_by
+from assisted.training.masks import rows_of, seen_by
+from assisted.training.pard import PardSettings, PardTraining
 
 MASK = 7
 SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral", "bloom", "llama4"]  # also models of 2-D masks, and windows

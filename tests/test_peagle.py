@@ -19,7 +19,7 @@ from assisted.drafters.registry import kind_of
 from assisted.heads.eagle_formats import load_eagle, save_eagle
 from assisted.heads.runner import HeadRunner
 from assisted.training.eagle import EagleSettings, EagleTraining
-from assisted.training.pard import rows_of
+from assisted.training.masks import rows_of
 
 MASK = 7
 SHAPES: dict[str, dict[str, Any]] = {

@@ -161,19 +161,3 @@ def windowed(seen: torch.Tensor | None, columns: int, window: int, device: torch
     if seen is None:
         seen = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()[None, None]
     return seen & (seen.flip(-1).cumsum(-1).flip(-1) <= window)
-
-
-def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """The attention mask in step `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where a column may attend.
-
-    The keys of all steps are concatenated. A column sees the true features up to its own. Each later step adds one token to
-    its own continuation, so there it sees only its own column. Two steps over three columns:
-
-                step 0    step 1
-                0 1 2     0 1 2
-            0   1         1
-            1   1 1         1
-            2   1 1 1         1
-    """
-    own = torch.eye(columns, dtype=torch.bool, device=device)
-    return torch.cat([torch.ones_like(own).tril(), *[own] * step], -1)[None, None]

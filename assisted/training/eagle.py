@@ -20,8 +20,8 @@ from ..heads.eagle_formats import save_eagle
 from .features import Seen
 from .heads import HeadTraining, causal_mask, start_norm
 from .losses import Agreement, Loss, agreement, log_probabilities, require_known
+from .masks import rows_of, seen_by
 from .method import Method, Start
-from .pard import rows_of, seen_by
 from .plan import require_positive, setting
 
 LARGE, REDUCED = 65_536, 32_768  # a vocabulary, and how many of a larger one's tokens a head proposes

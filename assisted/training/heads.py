@@ -13,10 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers
 from ..heads.base import Head
-from ..heads.eagle import unrolled_mask
 from .features import Features, Seen
 from .frozen import plain_output, rounded_products
 from .losses import Agreement, agreement, divergence, divergence_of_states, log_probabilities, summed
+from .masks import unrolled_mask
 from .method import Method
 
 SPREAD = 2.0  # standard deviation of the logits of a head that has learned nothing, at most

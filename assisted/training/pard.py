@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -13,6 +12,7 @@ from ..drafters.pard import TOKENS
 from ..engine.traits import Traits
 from .distill import Distillation, DistillSettings
 from .losses import Agreement, agreement, divergence, log_probabilities, summed
+from .masks import rows_of, seen_by
 from .plan import require_positive, setting
 
 
@@ -101,37 +101,6 @@ class PardTraining(Distillation):
         logits = self._features(ids).logits
         shared = min(logits.shape[-1], drafted.shape[-1])
         return logits[..., :shared], drafted[..., :shared]
-
-
-def rows_of(length: int, tokens: int, keep: float, least: float, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """The rows of a step, [N] int64 each: the token of the text that a row's masks follow, and the row's depth.
-
-    Depth 0 is the text itself. A row at depth j exists only where there is one at depth j - 1. Draws random numbers.
-    """
-    if length <= tokens:
-        raise ValueError(f"context: {length} tokens are too few to draft {tokens} from")
-    anchors = [torch.arange(length, device=device)]
-    left = torch.randperm(length - tokens + 1, device=device)
-    for depth in range(1, tokens):
-        left = left[: max(1, round(max(keep**depth, least) * (length - tokens + 1)))]
-        anchors.append(left.sort().values)
-    return torch.cat(anchors), torch.cat([torch.full_like(row, depth) for depth, row in enumerate(anchors)])
-
-
-def seen_by(anchors: Tensor, depths: Tensor) -> Tensor:
-    """[N, N] bool, whether row i attends to row j: to the text up to its anchor, and to the masks before it.
-
-    The text 0 1 2, with masks of depth 1 and 2 after token 0:
-
-                0 1 2 m m
-            0   1
-            1   1 1
-            2   1 1 1
-            m   1     1
-            m   1     1 1
-    """
-    anchor, depth = anchors[:, None], depths[:, None]
-    return ((depths == 0) & (anchors <= anchor)) | ((anchors == anchor) & (depths <= depth))
 
 
 def _mask_token(given: int | None, size: int, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -36,7 +36,7 @@ from torch import Tensor
 from assisted import acceptance, verification
 from assisted.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
 from assisted.distribution import Distribution
-from assisted.drafters.merged import merge
+from assisted.drafters.trees import merge
 from assisted.drafts import Draft
 
 Walk = Callable[..., tuple[Tensor, Tensor, Tensor]]

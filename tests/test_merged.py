@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix
 from assisted.distribution import Distribution
-from assisted.drafters.merged import merge
+from assisted.drafters.trees import merge
 from assisted.drafts import Draft
 
 pytestmark = pytest.mark.usefixtures("invariants")

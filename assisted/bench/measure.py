@@ -11,7 +11,6 @@ import torch
 
 from .. import zoo
 from ..drafters import METHODS, DraftModel, parse
-from ..drafters.other_tokenizer import TranslatedDrafter
 from ..drafters.registry import split
 from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
@@ -252,8 +251,8 @@ def transformers_assisted(pair: AssistedModelForCausalLM) -> list[Method]:
     """transformers' assisted generation with the pair's draft model, with translated tokens if needed; [] without a model."""
     if pair.spec.quantizes != "model":
         return []
-    drafter = pair.drafter
-    tokenizers = (pair.tokenizer, drafter.tokenizer) if isinstance(drafter, TranslatedDrafter) else None
+    drafter: Any = pair.drafter
+    tokenizers = (pair.tokenizer, drafter.tokenizer) if drafter.translates else None
     return who.peers(pair.target, drafter.models[0], tokenizers)
 
 

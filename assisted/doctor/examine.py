@@ -17,7 +17,6 @@ from ..bench.measure import pad_token
 from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
-from ..drafters.other_tokenizer import TranslatedDrafter
 from ..drafters.registry import windows
 from ..engine.libraries import lost
 from ..engine.traits import Traits
@@ -217,7 +216,7 @@ def _diagnosis(draft: str, found: Found, plain: Run, runs: Mapping[str, Run], se
         pass_seconds=verify[0][1],
         blocks=drafts.blocks,
         tree_columns=None if drafts.columns is None else drafts.columns[found.best],
-        translated=isinstance(found.model.drafter, TranslatedDrafter),
+        translated=found.model.drafter.translates,
         comparison=found.comparison,
         expected=expected(drafts),
         best=found.best,

@@ -134,6 +134,9 @@ class Drafter:
     needs: Needs = NOTHING
     """What it needs of the target besides its logits: hidden states, or parts. The target of a call serves all its drafters."""
 
+    translates = False
+    """Its model has another tokenizer than the target, so that drafts are translated."""
+
     @property
     def models(self) -> list[PreTrainedModel]:
         """All draft models."""

@@ -27,7 +27,6 @@ from ..loading.quantization import load_quantized, require_runs, save_quantized
 from ..loading.vocabulary import find_tokenizer, same_tokens
 from .base import Room, Spec, Target, require_positive
 from .model_drafter import ModelDrafter
-from .other_tokenizer import TranslatedDrafter
 from .pard import PardDrafter, is_pard
 from .pard2 import Pard2Drafter, is_pard2, load_projection
 from .recurrent_drafter import RecurrentDrafter
@@ -128,7 +127,7 @@ class DraftModel(Spec):
             what = None if drafter.masks.trees else "takes no 4-D masks"
             what = "reads what an encoder made" if is_encoder_decoder(unwrapped(target.model)) else what
             what = "has recurrent states" if isinstance(drafter, RecurrentDrafter) else what
-            what = "has another tokenizer than the target" if isinstance(drafter, TranslatedDrafter) else what
+            what = "has another tokenizer than the target" if drafter.translates else what
             if what is not None:
                 raise ValueError(
                     f"draft_window: {self.draft_window} is not possible, as this draft {what}; leave it out"
@@ -158,7 +157,11 @@ class DraftModel(Spec):
             )
         require_rewindable(model, "draft")  # a translation goes back to earlier prefixes
         size = Traits.of(target.model).vocabulary
-        return TranslatedDrafter(model, size, tokenizer, target.tokenizer)
+        if ModelDrafter.translated is None:
+            raise ValueError(
+                "draft: it has another tokenizer than the target, and nothing here translates; choose another"
+            )
+        return ModelDrafter.translated(model, size, tokenizer, target.tokenizer)
 
 
 @register("draft-tree")
@@ -207,7 +210,7 @@ class DraftTree(DraftModel):
         drafter = super()._drafter(target, *loaded)
         if isinstance(drafter, RecurrentDrafter):
             return drafter
-        if isinstance(drafter, TranslatedDrafter):
+        if drafter.translates:
             raise ValueError(
                 "draft: this draft has another tokenizer than the target, so it drafts chains; use DraftModel"
             )
@@ -252,7 +255,7 @@ class Pard(DraftModel):
         """As `DraftModel`. Raises ValueError also for a draft without a mask token, with another tokenizer, or with recurrent
         states."""
         drafter = super()._drafter(target, *loaded)
-        if isinstance(drafter, (RecurrentDrafter, TranslatedDrafter)):
+        if isinstance(drafter, RecurrentDrafter) or drafter.translates:
             what = "recurrent states" if isinstance(drafter, RecurrentDrafter) else "another tokenizer than the target"
             raise ValueError(f"draft: this draft has {what}, so it drafts token by token; use DraftModel")
         if isinstance(drafter, Pard2Drafter):

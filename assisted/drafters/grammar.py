@@ -20,8 +20,7 @@ from ..lengths.base import Length
 from ..text import Text
 from .base import Drafting
 from .combined import of_continued
-from .merged import merge
-from .trees import from_lists
+from .trees import from_lists, merge
 
 FREE = 16  # tokens that may be drafted where the policy's number is no limit of the caller's
 FEW = 256  # most tokens that a grammar may allow where one of them is guessed

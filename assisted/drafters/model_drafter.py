@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class ModelDrafter(Drafter):
 
     model: PreTrainedModel
     window: int | None = None  # `DraftModel.draft_window`
+    translated: ClassVar[type[Any] | None] = None  # the class for a draft with another tokenizer, which sets it
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         self.model = model

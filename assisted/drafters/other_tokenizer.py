@@ -49,6 +49,8 @@ class TranslatedDrafter(ModelDrafter):
     Raises ValueError if the vocabularies share no text.
     """
 
+    translates = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -64,6 +66,9 @@ class TranslatedDrafter(ModelDrafter):
 
     def start(self, call: Call) -> TranslatedDrafting:
         return TranslatedDrafting(self, call)
+
+
+ModelDrafter.translated = TranslatedDrafter
 
 
 class TranslatedDrafting(ChainDrafting):

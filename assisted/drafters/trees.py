@@ -5,9 +5,10 @@ tree_growth.py grows trees whose candidates depend on the path.
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -111,3 +112,59 @@ def best_paths(rates: Sequence[Sequence[float]], count: int) -> Tree:
         offer(depth, index + 1, parent, above)  # its next sibling
     parents, depths, ranks, worths = zip(*found, strict=True) if found else ((), (), (), ())
     return Tree(parents, depths, ranks, worths)
+
+
+def merge(drafts: list[Draft]) -> Draft:
+    """Merge several drafts (chains or trees) into one tree per row. Common prefixes become common paths.
+
+    Nodes are in the order of insertion, parents first. If any draft has q, the tree has q, with one-hot distributions for the
+    drafts without. These drafts are inserted last, which costs one-hot candidates nothing, so that they do not change the
+    residual for the others. If drafts with q drew the same token after the same path, each of them adds a
+    node, since each was drawn from its own distribution; all descendants are attached to the first of these nodes.
+    """
+    drafts = sorted(drafts, key=lambda draft: draft.q is None)
+    starts = [0, *itertools.accumulate(draft.width for draft in drafts)]
+    rows = []
+    for row in range(len(drafts[0].lengths)):
+        tree = _Tree()
+        for draft, start in zip(drafts, starts, strict=False):
+            tree.insert(draft, row, start)
+        rows.append(tree)
+    device = drafts[0].tokens.device
+    merged = from_lists([row.tokens for row in rows], [row.parents for row in rows], device)
+    if drafts[0].q is None:
+        return merged
+    distributions = torch.cat([_distributions(draft, drafts[0].q) for draft in drafts], 1)
+    origins = padded([row.origins for row in rows], device)[:, :, None]
+    return replace(merged, q=distributions.gather(1, origins.expand(-1, -1, distributions.shape[-1])))
+
+
+@dataclass
+class _Tree:
+    """One row's tree under construction: for each node, its token, its parent, and its column in the concatenated drafts."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    known: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> the first such node
+
+    def insert(self, draft: Draft, row: int, start: int) -> None:
+        """Insert a row of a draft. start: its first column in the concatenated drafts."""
+        count = int(draft.lengths[row])
+        own = draft.tokens[row, :count].tolist()
+        above = range(-1, count - 1) if draft.parents is None else draft.parents[row, :count].tolist()
+        node_of = {-1: -1}  # node of the draft -> node of the tree
+        for number, (token, parent) in enumerate(zip(own, above, strict=True)):
+            child = (node_of[parent], token)
+            if child not in self.known or draft.q is not None:
+                self.tokens.append(token)
+                self.parents.append(node_of[parent])
+                self.origins.append(start + number)
+            node_of[number] = self.known.setdefault(child, len(self.tokens) - 1)
+
+
+def _distributions(draft: Draft, like: torch.Tensor) -> torch.Tensor:
+    """The distributions of a draft's nodes, [B, n, V]; one-hot if it has no q. like: has the vocabulary size and dtype."""
+    if draft.q is not None:
+        return draft.q
+    return torch.nn.functional.one_hot(draft.tokens.clamp(0, like.shape[-1] - 1), like.shape[-1]).to(like.dtype)

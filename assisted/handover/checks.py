@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..drafters import Spec
-from ..drafters.other_tokenizer import TranslatedDrafter
 from ..engine.traits import Traits
 from ..heads.eagle import EagleHead
 from ..loading.adapters import has_adapter
@@ -64,7 +63,7 @@ def draft_model(engine: Engine, pair: Any, notes: list[str]) -> tuple[PreTrained
     drafter, spec = pair.drafter, pair.spec
     model = plain_model(spec.model if isinstance(spec.model, PreTrainedModel) else drafter.models[0], "draft")
     size, own = (Traits.of(one).vocabulary for one in (pair.target, model))
-    if isinstance(drafter, TranslatedDrafter):
+    if drafter.translates:
         if not engine.translates:
             raise ValueError(
                 f"draft: its tokenizer is not the target's, and {engine.title} does not translate between the two; use a draft "

@@ -91,6 +91,7 @@ def test_a_table_and_a_file(
         "plain",
         "transformers assisted",
         "transformers lookup",
+        "no draft",
         *["assisted"] * 2,
     ]
     assert len(point["heat"]) == 1 + len(bench.methods.PEERS) + len(bench.methods.LOOKUPS)
@@ -110,7 +111,7 @@ def test_a_sampled_run_and_a_batch(folders: Path, questions: Path, capsys: pytes
     assert main(command(folders, questions, *argv)) == 0
     result = json.loads(capsys.readouterr().out)
     (point,) = result["points"]
-    plain, peer, _, ours = point["rows"]
+    plain, peer, *_, ours = point["rows"]
     assert point["batch"] == 2
     assert "batch" in peer["error"] and peer["speedup"] is None  # transformers drafts for one row only
     assert plain["same"] is ours["same"] is None

@@ -564,8 +564,11 @@ SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
 def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "demo", *SMALL, "--draft-length", "3")
     rows = result["points"][0]["rows"]
-    assert [row["family"] for row in rows] == ["plain", "transformers assisted", "assisted", "assisted"]
-    assert [row["name"] for row in rows[2:]] == ["assisted", "assisted, nf4 draft"]
+    assert [row["family"] for row in rows] == ["plain", "transformers assisted", "no draft", "assisted", "assisted"]
+    assert [row["name"] for row in rows[2:]] == ["assisted, no draft", "assisted", "assisted, nf4 draft"]
+    loop = rows.pop(2)
+    assert (loop["tokens_per_pass"], loop["acceptance_rate"], loop["by_drafting"], loop["same"]) == (1, None, None, 2)
+    assert all((row["by_drafting"] is not None) == (row["family"] == "assisted") for row in rows)
     assert len(set(result["prompts"]["code"])) == 2
     assert all(row["same"] == row["rows"] == 2 and len(row["seconds"]) == 1 for row in rows)
     plain, *drafting = rows
@@ -585,6 +588,7 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
     rows = [line.split() for line in out.splitlines()]
     assert [row[-1] for row in rows if row[:1] == ["plain"]] == ["1.00"]
     assert [row[1] for row in rows if row[:1] == ["assisted"]] == ["yes"]
+    assert [row[3] for row in rows if row[:3] == ["assisted,", "no", "draft"]] == ["yes"]
     assert "…" not in out  # the table fits
 
 
@@ -592,7 +596,7 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
 def test_demo_without_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
     """Trees included; transformers is then shown with prompt lookup."""
     rows = run_json(capsys, "demo", *SMALL, "--draft", "recycle")["points"][0]["rows"]
-    assert [row["family"] for row in rows] == ["plain", "transformers lookup", "assisted"]
+    assert [row["family"] for row in rows] == ["plain", "transformers lookup", "no draft", "assisted"]
     assert all(row["same"] == 2 for row in rows)
 
 

@@ -39,7 +39,8 @@ def measure(
     draft_window: int | None = None,
     **kwargs: Any,
 ) -> Result:
-    """Measure the speedup from drafting: plain `generate`, transformers' own drafting, and drafters of this package.
+    """Measure the speedup from drafting: plain `generate`, transformers' own drafting, this package without a draft, and its
+    drafters.
 
     Args:
         target: Hub id, folder, `zoo:` name or saved pair.
@@ -68,10 +69,10 @@ def measure(
     found = texts.read(prompts, tokenizer, max(count, *batch))
     require_room(pair.target, max(context, default=1), rules)  # before the shorter ones are measured
     chosen = default_drafts(pair, name, target) if drafts is None else _named(drafts, pair, name)
-    own = []
+    own = [who.undrafted(pair.target)]
     for one in who.assisted(pair.target, chosen, tokenizer, pair.draft_length, draft_window):
         own.append(one)
-        progress("loading drafters", len(own) / len(chosen))
+        progress("loading drafters", (len(own) - 1) / len(chosen))
     plain = who.plain(pair.target, compiled)
     others = [*transformers_assisted(pair), *who.lookups(pair.target)]
     points = []
@@ -136,7 +137,8 @@ def brief(
     progress: Progress = silent,
     also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Result:
-    """Decode held-out code at temperature 0 for half a minute, for the demo: plain, by transformers' own drafting, by the pair.
+    """Decode held-out code at temperature 0 for half a minute, for the demo: plain, by transformers' own drafting, by this
+    package without a draft, by the pair.
 
     Unlike in `measure`, plain `generate` takes part only in its default mode, not compiled. transformers drafts with the same
     model, or by prompt lookup if there is none. Nothing is streamed.
@@ -157,7 +159,8 @@ def brief(
     found = texts.read(["code"], pair.tokenizer, prompts)
     plain = who.plain(pair.target, compiled=False)
     tried = transformers_assisted(pair) or who.lookups(pair.target)
-    own = [of_model("assisted", pair), *(of_model(name, model) for name, model in (also or {}).items())]
+    pairs = {"assisted": pair, **(also or {})}
+    own = [who.undrafted(pair.target), *(of_model(name, model) for name, model in pairs.items())]
     left = replace(rules, seconds=seconds - (time.perf_counter() - started))
     measured = point(pair, plain, tried, own, found, left, progress=progress)
     about = machine(pair.target.device, pair.target.dtype)

@@ -13,6 +13,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..drafters.registry import windows
 from ..engine.libraries import compile_anywhere
+from ..lengths.policies import Never
 from ..loading.quantization import memory_bytes
 from ..modeling import AssistedModelForCausalLM
 
@@ -30,7 +31,8 @@ class Method:
 
     Args:
         name: of its row.
-        family: "plain", "transformers assisted", "transformers lookup" or "assisted". The fastest plain one is 1.00.
+        family: "plain", "transformers assisted", "transformers lookup", "no draft" or "assisted". The fastest plain one is
+            1.00; "no draft" is this package's loop alone, which tells what drafting adds.
         generate: is called like a model's `generate`: ids [B, P] int64, attention_mask, streamer, and the same keywords for
             all; returns [B, P + new] int64.
         setting: its settings, for the JSON.
@@ -105,6 +107,12 @@ def assisted(
             yield Method(f"assisted {name}", "assisted", _failing(error), {"draft": name})
         else:
             yield of_model(f"assisted {name}", model)
+
+
+def undrafted(target: PreTrainedModel) -> Method:
+    """This package's loop, forward passes and kernels, without a draft."""
+    model = AssistedModelForCausalLM.from_models(target, "suffix", Never())
+    return Method("assisted, no draft", "no draft", model.generate, model=model)
 
 
 def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) -> Method:

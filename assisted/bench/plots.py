@@ -14,7 +14,7 @@ from ..extras import install
 from .results import Point, Result, Row
 
 INK = "#0a0b0c"  # replaced by the page's own colour when the picture is written
-FAMILIES = {"plain": "#8b93a1", "assisted": "#3b82f6"}  # transformers' own have OTHERS
+FAMILIES = {"plain": "#8b93a1", "no draft": "#3f4a5c", "assisted": "#3b82f6"}  # transformers' own have OTHERS
 OTHERS = "#e0873a"
 PARTS = {"drafting": "#c2518f", "the target's forward passes": "#3b82f6", "the rest": "#8b93a1"}
 LINES = ("#3b82f6", "#e0873a", "#22a06b", "#c2518f", "#8b6fd6", "#b3912b", "#2aa3b3", "#8b93a1", "#d1504a", "#6b8e23")

@@ -28,6 +28,7 @@ class Row:
         warned: its warning, such as that a drafter gave up.
         speedup: over the fastest plain mode, for all prompts.
         by_category: the same by category.
+        by_drafting: over this package without a draft, for all prompts: what drafting adds; only for this package's drafters.
         milliseconds_per_token: the median over repeats, over the new tokens of all rows.
         tokens_per_pass: new tokens divided by the target's forward passes over a row. The target's own token of each pass (the
             bonus) and the passes over the prompts count. 1 for the baseline.
@@ -53,6 +54,7 @@ class Row:
     warned: str | None = None
     speedup: Interval | None = None
     by_category: dict[str, Interval] | None = None
+    by_drafting: Interval | None = None
     milliseconds_per_token: float | None = None
     tokens_per_pass: float | None = None
     drafted_per_pass: float | None = None
@@ -138,8 +140,9 @@ class Result:
 def _row_from(values: dict[str, Any]) -> Row:
     row = {**values, "acceptance_by_position": tuple(values["acceptance_by_position"])}
     row["seconds"] = tuple(map(tuple, values["seconds"]))
-    if values["speedup"] is not None:
-        row["speedup"] = Interval(**values["speedup"])
+    for name in ("speedup", "by_drafting"):
+        if values.get(name) is not None:
+            row[name] = Interval(**values[name])
     if values["by_category"] is not None:
         row["by_category"] = {category: Interval(**one) for category, one in values["by_category"].items()}
     return Row(**row)
@@ -158,11 +161,19 @@ def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bo
         errors = "; ".join(f"{one.method.name}: {one.error}" for one in plain)
         raise ValueError(f"target: plain decoding failed, and everything is measured against it ({errors})")
     baseline = min(ran, key=lambda one: one.typical)
-    return baseline.method.name, tuple(_row(one, baseline, ran[0], batches, greedy) for one in measured)
+    loop = next((one for one in measured if one.method.family == "no draft" and one.error is None), None)
+    return baseline.method.name, tuple(_row(one, baseline, loop, ran[0], batches, greedy) for one in measured)
 
 
-def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequence[Batch], greedy: bool) -> Row:
-    """reference: plain decoding in its first mode, whose tokens are the correct ones."""
+def _row(
+    one: Measured,
+    baseline: Measured,
+    loop: Measured | None,
+    reference: Measured,
+    batches: Sequence[Batch],
+    greedy: bool,
+) -> Row:
+    """loop: this package without a draft. reference: plain decoding in its first mode, whose tokens are the correct ones."""
     who = one.method
     if one.error is not None:
         return Row(who.name, who.family, who.setting, one.error)
@@ -189,6 +200,7 @@ def _row(one: Measured, baseline: Measured, reference: Measured, batches: Sequen
             category: speedup(_of_category(baseline, batches, category), _of_category(one, batches, category))
             for category in categories
         },
+        by_drafting=speedup(loop.seconds, one.seconds) if loop is not None and who.family == "assisted" else None,
         milliseconds_per_token=1e3 * one.typical / sum(map(len, one.tokens)),
         tokens_per_pass=tokens / passes,
         drafted_per_pass=drafted / passes,

@@ -11,6 +11,7 @@ from .statistics import Interval
 CELLS: dict[str, Callable[[Row], str]] = {
     "": lambda row: row.name,
     "speedup": lambda row: str(row.speedup),
+    "by drafting": lambda row: "" if row.by_drafting is None else str(row.by_drafting),
     "ms/token": lambda row: f"{row.milliseconds_per_token:.2f}",
     "tokens/pass": lambda row: f"{row.tokens_per_pass:.2f}",
     "accepted": lambda row: percent(row.acceptance_rate),
@@ -83,6 +84,8 @@ def notes(result: Result) -> list[str]:
     """How to read the table."""
     lines = [
         "Speedup: over the fastest plain mode, with a 95% bootstrap interval over prompts and repeats.",
+        "By drafting: over this package without a draft, on the same forward passes and kernels; below 1, a draft costs more "
+        "than it saves.",
         "Tokens per forward pass of the target: its own token (the bonus) and the pass over the prompt count.",
         "4-grams: the share that repeats an earlier one of the same text; repetition flatters every drafter.",
     ]

@@ -159,7 +159,7 @@ def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
 def _draw_result(console: Console, result: Result) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("same\ntokens", "tokens\nper pass", "drafts\naccepted", "ms per\ntoken", "\nspeedup"):
+    for name in ("same\ntokens", "tokens\n/pass", "drafts\nkept", "ms per\ntoken", "\nspeedup", "by\ndraft"):
         table.add_column(name, justify="right", no_wrap=True)
     point = result.points[0]
     for row in point.rows:
@@ -175,10 +175,17 @@ def _draw_result(console: Console, result: Result) -> None:
     how = "with the same model" if "transformers assisted" in families else "by prompt lookup"
     rules, machine = result.rules, result.machine
     count = sum(map(len, result.prompts.values()))
+    useless = [row.name for row in point.rows if row.by_drafting is not None and row.by_drafting.high <= 1]
+    if useless:
+        console.print(
+            f"Drafting adds nothing on this machine: {'; '.join(useless)}. `assisted doctor` says why and what to try.",
+            style=REJECTED,
+        )
     for line in (
         f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
         f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
         f"Timed runs, in turns: {len(ran.seconds)}. Speedup over plain: median [95% interval]. `assisted bench` measures more.",
+        "By drafting: over this package without a draft, whose loop and kernels are the rest of the speedup.",
         "Plain is transformers' `generate`, not compiled. Passes are forward passes of the target, the prompts' included.",
         f"transformers drafts {how}, with the fastest of {settings} settings.",
         f"{ran.repeated_4grams:.0%} of the generated 4-grams repeat an earlier one; repetition makes drafting look better.",
@@ -189,10 +196,11 @@ def _draw_result(console: Console, result: Result) -> None:
 def _cells(row: Row) -> list[str]:
     rate = row.acceptance_rate
     return [
-        row.name if row.family == "assisted" else row.family,
+        row.family.removesuffix(" assisted") if row.family.startswith(("plain", "transformers")) else row.name,
         "-" if row.family == "plain" else "yes" if row.same == row.rows else f"{row.same} of {row.rows}",
         f"{row.tokens_per_pass:.2f}",
         "-" if rate is None else f"{rate:.0%}",
         f"{row.milliseconds_per_token:.2f}",
         "1.00" if row.family == "plain" else str(row.speedup).replace("[", "\\["),
+        "" if row.by_drafting is None else f"{row.by_drafting.ratio:.2f}",
     ]

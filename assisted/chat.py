@@ -46,7 +46,7 @@ class Conversation:
     """Messages and their tokens.
 
     Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the session
-    holds all of `ids` but the last token, or it is empty. A model with a pool (`sessions`) needs no session.
+    holds all of `ids` but the last token; or all are empty. A model with a pool (`sessions`) needs no session.
 
     Args:
         model: the pair, with the target's tokenizer.
@@ -130,13 +130,13 @@ class Conversation:
         """The tokens of the whole conversation: the known ones and those of the text that the template has added.
 
         The known text is not tokenized again, because other cuts give other tokens. The template may leave out the end token
-        of an answer. It may also rewrite earlier messages (some drop a model's thoughts): then all is tokenized and read again.
+        of an answer. It may also rewrite earlier messages (some drop a model's thoughts): then all is tokenized again, and the
+        session finds out what it has read of it.
         """
         for dropped, written in enumerate(reversed(self.written)):
             if rendered.startswith(written) and len(rendered) > len(written):
                 added = self.tokenizer(rendered[len(written) :], add_special_tokens=False).input_ids
                 return self.ids[: len(self.ids) - dropped] + added
-        self._forget_tokens()
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def _forget_tokens(self) -> None:

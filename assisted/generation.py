@@ -52,6 +52,7 @@ from .engine.libraries import (
     optimized_for_decode,
     pad_token,
     prefill,
+    with_prompt_of,
     without_gradients,
 )
 from .engine.parts import unwrapped
@@ -335,10 +336,8 @@ class Generation:
         started = time.perf_counter()
         if call.encoded is not None:
             logits = target.prefill(input_ids, attention_mask)
-        elif lent is None or not lent.boundary or cache.can_rewind:
-            logits = _read_prompt(target, call)
         else:
-            logits = _read_in_two(target, call, lent)
+            logits = _read_in_parts(target, call, session if lent is None else lent)
         positions = call.kwargs.get("position_ids")  # autoregressive decoding continues from the last ones
         cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
         if max(cache.unpadded) > target.context:
@@ -469,18 +468,23 @@ def _read_prompt(target: CachedModel, call: Prepared) -> torch.Tensor:
         raise
 
 
-def _read_in_two(target: CachedModel, call: Prepared, lent: Lent) -> torch.Tensor:
-    """As `_read_prompt`, and keep the states after the part with which other texts begin, too."""
-    cache, end = target.cache, lent.boundary
-    tensors = {name: value[:, :end] for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)}
-    _read_prompt(target, replace(call, input_ids=call.input_ids[:, :end], kwargs=call.kwargs | tensors))
-    states = {tap: tap.hidden for tap in target.prepared.taps.values()}
-    cache.begin_rounds(end)
-    lent.mark(cache, call.input_ids[:, : end + 1])
-    go_on(cache, end, cache.limit)
+def _read_in_parts(target: CachedModel, call: Prepared, marks: Session | Lent | None) -> torch.Tensor:
+    """As `_read_prompt`, and keep the states after parts of the prompt, where slots can't go back to them."""
+    cache, taps, hidden = target.cache, target.prepared.taps.values(), []
+    if marks is None or cache.can_rewind or target.settings.bits:
+        return _read_prompt(target, call)
+    for end in marks.ends:
+        tensors = {name: value[..., :end] for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)}
+        part = replace(call, input_ids=call.input_ids[:, :end], kwargs=call.kwargs | tensors)
+        _read_prompt(target, replace(part, config=with_prompt_of(end, call.config)))
+        hidden.append([tap.hidden for tap in taps])
+        cache.begin_rounds(end)
+        marks.mark(cache, call.input_ids[:, : end + 1])
+        go_on(cache, end, cache.limit)
     logits = _read_prompt(target, call)
-    for tap, hidden in states.items():
-        tap.hidden = torch.cat([hidden, tap.hidden], 1)
+    if hidden:
+        for tap, *parts in zip(taps, *hidden, strict=True):
+            tap.hidden = torch.cat([*parts, tap.hidden], 1)
     return logits
 
 

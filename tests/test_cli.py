@@ -424,13 +424,14 @@ def test_an_answer_that_ended_is_extended(template: str, pair: AssistedModelForC
     assert conversation.ids == ending(ids, max_new_tokens=8, do_sample=False)[0].tolist()
 
 
-def test_a_rewritten_conversation_is_read_anew(pair: AssistedModelForCausalLM) -> None:
-    pair.tokenizer.chat_template = "{{ messages | length }} {{ messages[-1]['content'] }}"
-    conversation = chat.Conversation(pair)
+@pytest.mark.parametrize("first", ["", "def mean(values):\n    return 1\n"])
+def test_a_rewritten_conversation_is_read_from_the_change_on(first: str, pair: AssistedModelForCausalLM) -> None:
+    pair.tokenizer.chat_template = first + "{{ messages | length }} {{ messages[-1]['content'] }}"
+    conversation, same = chat.Conversation(pair), len(pair.tokenizer(first).input_ids)
     for count in (1, 3):
         reply = conversation.say("a = 1", max_new_tokens=8, do_sample=False)
-        ids = pair.tokenizer(f"{count} a = 1", return_tensors="pt").input_ids
-        assert reply.cached_tokens == 0
+        ids = pair.tokenizer(f"{first}{count} a = 1", return_tensors="pt").input_ids
+        assert reply.cached_tokens == (max(0, same - 1) if count > 1 else 0)
         assert conversation.ids == pair.target.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
 
 

@@ -88,8 +88,23 @@ def test_all_architectures(architecture: Any) -> None:
     assert any(known) or report_of(model).warnings or report_of(model).way == "plain"  # they say why
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "bamba"])
+def test_a_state_is_kept_in_the_middle_of_what_is_read_on(name: str) -> None:
+    """The third prompt goes on from where two texts parted, and the fourth from where it parted itself."""
+    target = build(next(one for one in RECURRENT if one.name == name))
+    model, known = pooled(target), []
+    prompt, calls = random_ids(target, 1, 80, seed=5), CALL | {"eos_token_id": None, "max_new_tokens": 20}
+    for end in (80, 30, 60, 60):
+        text = torch.cat([prompt[:, :end], random_ids(target, 1, 20, seed=end + len(known))], 1)
+        seen = torch.ones_like(text)
+        found = model.generate(text, attention_mask=seen, **calls)
+        assert found.tolist() == target.generate(text, attention_mask=seen, **calls).tolist()
+        known.append(report_of(model).cached_tokens)
+    assert known == [0, 0, 30, 60]
+
+
 def test_sampled_texts_follow_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_pool, "_LEAST", 1)
+    monkeypatch.setattr(engine_pool, "LEAST", 1)
     target, draft = tiny(0), tiny(1)
     with torch.no_grad():
         for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):

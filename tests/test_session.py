@@ -25,6 +25,7 @@ from transformers import DynamicCache
 from assisted import MTP, AssistedModelForCausalLM, DFlash, Eagle, Merged
 from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
+from assisted.engine import states as engine_states
 from assisted.engine.cache import SlotCache, SlotLayer
 
 TURNS = 4
@@ -464,20 +465,79 @@ def test_an_edited_text_is_that_of_plain_generate(before: str, name: str) -> Non
         assert model.generate(longer, past_key_values=session, **CALL).tolist() == expected.tolist(), what
 
 
-def test_what_is_read_again_of_an_edited_text() -> None:
-    """Keys and values go back to the change; recurrent states can't. Some layers can't read on from a state at all."""
-    reused: dict[str, list[int]] = {}
-    for name in ("llama", "qwen3_5", "jamba"):
-        target = build(ANY[name])
-        model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
-        prompt, call = random_ids(target, 1, 12, 3), {"pad_token_id": None}
-        for edit in ("appended", "in the middle", "another answer"):
-            session = model.session()
-            text = first_call(model, session, prompt, assisted=False, **call)
-            first_call(model, session, EDITS[edit](prompt, text), **call)
-            reused.setdefault(name, []).append(model.report.cached_tokens)
-    assert reused == {"llama": [31, 6, 12], "qwen3_5": [31, 0, 0], "jamba": [0, 0, 0]}
-    assert "read whole in every call" in model.report.warnings[0]
+READS_ON = ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "lfm2", "bamba", "falcon_h1", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", [*READS_ON, "jamba"])
+def test_an_edited_text_is_read_again_from_the_last_state_before_the_change(name: str, rows: int) -> None:
+    """Those before each call, before the end of a long prompt and at earlier changes are kept. Jamba can't read on at all."""
+    target = build(ANY[name])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    session, reused = model.session(), []
+    calls = CALL | {"eos_token_id": None, "max_new_tokens": 20}
+    a, b = random_ids(target, rows, 60, 3).split([40, 20], 1)
+
+    def said(prompt: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen = torch.ones_like(prompt)  # left out, it would hide pad tokens of the text
+        text = model.generate(prompt, attention_mask=seen, past_key_values=session, **calls | more)
+        assert text.tolist() == target.generate(prompt, attention_mask=seen, **calls).tolist()
+        reused.append(model.report.cached_tokens)
+        return text
+
+    text = said(a)  # read: 39 tokens, and the last
+    longer = torch.cat([text, b], 1)  # goes on from 59 tokens; 79 and the last
+    text = said(longer)
+    said(longer)
+    said(text)
+    said(changed(longer, 79))
+    said(changed(longer, 65))
+    said(changed(longer, 30))  # nothing lies before; from now on, 30 tokens do
+    said(changed(longer, 35), assisted=False)
+    said(changed(longer, 32))
+    said(longer[:, :25])
+    expected = [0, 59, 79, 99, 79, 59, 0, 0, 30, 0]
+    if name == "jamba":
+        expected = [0] * len(expected)
+    assert reused == expected
+
+
+def test_a_call_that_fails_leaves_no_states_of_its_prompt() -> None:
+    target = build(ANY["qwen3_5"])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    session, prompt = model.session(), random_ids(target, 1, 40, 3)
+    longer = torch.cat([first_call(model, session, prompt), prompt], 1)
+    other = changed(longer, longer.shape[1] - 8)
+
+    def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        first_call(model, session, longer, logits_processor=[fails])
+    assert first_call(model, session, other).tolist() == target.generate(other, **CALL).tolist()
+    assert model.report.cached_tokens == longer.shape[1] - prompt.shape[1] - 1
+
+
+def test_how_many_states_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose loss makes the fewest tokens be read again go first; all are counted, and copies have them."""
+    target = build(ANY["lfm2"])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=3)
+    monkeypatch.setattr(engine_states, "MOST_SAVED", 3)
+    session, text, sizes = model.session(), random_ids(target, 1, 40, 3), []
+    for added in (40, 30, 20):
+        text = first_call(model, session, text)
+        sizes.append(session.nbytes)
+        text = torch.cat([text, random_ids(target, 1, added, added)], 1)
+    assert [*session._saved._saved] == [39, 99, 149]  # and not 59, 119
+    copied = copy.deepcopy(session)
+    assert copied.nbytes == session.nbytes
+    monkeypatch.setattr(engine_states, "MOST_SAVED_BYTES", 0)
+    first_call(model, session, text)
+    assert not session._saved.layers
+    first_call(model, copied, text[:, :120])
+    assert model.report.cached_tokens == 99
+    session.forget()
+    assert session.nbytes == 0
 
 
 def test_pad_tokens_in_a_text_without_a_mask() -> None:

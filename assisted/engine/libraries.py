@@ -8,6 +8,7 @@ which functions would only hide, and names that a class of this package inherits
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -115,6 +116,14 @@ def prefill(kind: Any, model: Any, ids: torch.Tensor, generation_config: Any, mo
     """The output of a model over a prompt, [B, n] int64, which is read as a model of this class reads it in `generate` (in
     chunks, if so configured)."""
     return kind._prefill(model, ids, generation_config, model_kwargs)
+
+
+def with_prompt_of(length: int, config: Any) -> Any:
+    """A copy of a call's settings for another prompt. `prefill` cuts off what the cache holds from a prompt of this length; a
+    shorter one consists of new tokens alone."""
+    config = copy.copy(config)
+    config._mask_length = length
+    return config
 
 
 def with_cache_renamed(kwargs: dict[str, Any]) -> dict[str, Any]:

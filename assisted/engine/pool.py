@@ -16,11 +16,9 @@ from typing import Any, Protocol
 import torch
 
 from .cache import SlotCache
-from .session import Session, can_go_on
+from .session import LEAST, Session, can_go_on
 
 __all__ = ["SessionPool"]
-
-_LEAST = 16  # tokens; a shorter common beginning is read again
 
 
 class State(Protocol):
@@ -146,13 +144,13 @@ class SessionPool:
         most = max((shared for _, shared in known), default=0)
         usable = 0 if best is None else best[0].usable(best[1], len(text))
         parts = min(most, len(text) - 1)  # where a state is worth keeping
-        boundary = parts if parts - max(usable, 0) >= _LEAST else 0
-        if best is None or usable < _LEAST:
-            return Lent(Session(config, model), boundary, model, config), None
+        ends = [parts] if parts - max(usable, 0) >= LEAST else []
+        if best is None or usable < LEAST:
+            return Lent(Session(config, model), ends, model, config), None
         entry, shared = best
         self._entries.remove(entry)
         rest = len(entry.text) - 1 - usable
-        goes_on = rest < _LEAST or 2 * entry.nbytes > self.max_bytes  # or there is no room for both
+        goes_on = rest < LEAST or 2 * entry.nbytes > self.max_bytes  # or there is no room for both
         if entry.session.in_slots and not entry.readers and goes_on:
             session = entry.session
         else:
@@ -160,7 +158,7 @@ class SessionPool:
             session = entry.session.branch()
         session.begin(shared, len(text))
         session.ids = None
-        return Lent(session, boundary, model, config), entry if session is not entry.session else None
+        return Lent(session, ends, model, config), entry if session is not entry.session else None
 
     def _store(self, model: Any, state: State, session: Session) -> None:
         if session.ids is None or self._states.get(model) is not state:
@@ -179,15 +177,15 @@ class Lent:
 
     Args:
         session: as it goes on, or empty.
-        boundary: how many tokens the prompt has in common with some text, if states should be kept there; otherwise 0.
+        ends: of the part that the prompt has in common with some text, if states should be kept there.
         model, config: the target and the config of its text decoder.
 
     Attributes:
         left: sessions that the call leaves for later ones.
     """
 
-    def __init__(self, session: Session, boundary: int, model: Any, config: Any):
-        self.session, self.boundary, self.model, self.config = session, boundary, model, config
+    def __init__(self, session: Session, ends: list[int], model: Any, config: Any):
+        self.session, self.ends, self.model, self.config = session, ends, model, config
         self.left: list[Session] = []
 
     def mark(self, slots: SlotCache, ids: torch.Tensor) -> None:

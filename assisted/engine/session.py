@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +20,19 @@ from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
 from .runner import CachedModel
-from .states import held
+from .states import SavedStates, held, nbytes_of
+
+LEAST = 16  # tokens; fewer are read again
 
 
 class Session(DynamicCache):
     """Keys and values that stay where they are between calls of one pair: `generate(..., past_key_values=session)`.
 
     Pass the whole text so far as the prompt. What the session has read of it is not read again, by the target or by the
-    drafter; where the text or its padding was changed, it is read again from there on. Recurrent states and sliding windows
-    can't go back to an earlier token, so then the whole text is read again. Other code can use a session as a DynamicCache:
-    the first such use copies the keys and values out of the slots.
+    drafter; where the text or its padding was changed, it is read again from there on. Recurrent states can't go back to any
+    earlier token, so some are kept (`SavedStates`): those before each call, before the last token of a prompt, and where a text
+    was changed. The text is then read again from the last of them. Other code can use a session as a DynamicCache: the first
+    such use copies the keys and values out of the slots.
 
     A session is no more than a DynamicCache after embeddings and pictures, after calls with the new tokens alone, and after
     other code has read on with it: changes of the text before are not noticed.
@@ -44,6 +47,7 @@ class Session(DynamicCache):
         mask: the attention mask of its beginning, [B, any], in which later tokens are not hidden; None if none are.
         kept: the drafter and its state after the last call; None if there is none.
         shared: tokens of the text that the prompt of the present call begins with.
+        ends: of parts of the present prompt, after which states that can't go back are to be kept (`mark`); ascending.
         forks: the present call copies what it goes on from.
     """
 
@@ -51,7 +55,9 @@ class Session(DynamicCache):
     mask: torch.Tensor | None
     kept: Any
     shared: int
+    ends: Sequence[int] = ()
     forks: bool
+    _saved: SavedStates
     _slots: SlotCache | None
     _length: int  # columns, which all rows have
     _given: tuple[int, torch.Tensor | None] | None = (
@@ -92,12 +98,11 @@ class Session(DynamicCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys, values and states, and of what the drafter keeps."""
-        held = [value for layer in self._layers for value in vars(layer).values()] if self._slots is None else []
-        found = [value for part in held for value in (part.values() if isinstance(part, dict) else [part])]
-        found += [] if self._slots is None else self._slots.stores
         drafting = None if self.kept is None else self.kept[1]
-        tensors = (value for value in found if isinstance(value, torch.Tensor))
-        return sum(one.nbytes for one in tensors) + (0 if drafting is None else drafting.nbytes)
+        layers = [*self._saved.layers, *(self._layers if self._slots is None else ())]
+        slots = () if self._slots is None else self._slots.stores
+        held = sum(map(nbytes_of, layers)) + sum(store.nbytes for store in slots)
+        return held + (0 if drafting is None else drafting.nbytes)
 
     def require(self, model: Any) -> None:
         """Raise ValueError unless it is a session of this target."""
@@ -114,22 +119,39 @@ class Session(DynamicCache):
         """
         whole = is_whole(ids, attention_mask)
         self._given = (len(ids), attention_mask) if whole else None
+        self.ends = ()
         if not whole:
             self.layers = self.layers
             return
-        if self.ids is None or len(ids) != len(self.ids):
-            return
-        width, shared = ids.shape[1], self._shared(ids, attention_mask)
-        if self._slots is not None and (attention_mask is None or bool(attention_mask.all())):
-            self.begin(shared, width)
-            return
-        read, known, kept = held(self), self.ids.shape[1] - 1, min(shared, width - 1)
-        if resumes and shared >= known and read < width:
+        parted, width = 0, ids.shape[1]
+        if self.ids is not None and len(ids) == len(self.ids):
+            parted, known = self._shared(ids, attention_mask), self.ids.shape[1] - 1
+            if self._slots is not None and (attention_mask is None or bool(attention_mask.all())):
+                self.begin(parted, width)
+                return
+            self._go_back(ids, parted, known, resumes)
+        if resumes and is_plain(ids, attention_mask, len(ids)):
+            ends = [held(self)]
+            for end in (min(parted, width - 1), width - 1):
+                if end - ends[-1] >= LEAST:
+                    ends.append(end)
+            self.ends = ends[1:]
+
+    def _go_back(self, ids: torch.Tensor, shared: int, known: int, resumes: bool) -> None:
+        """`match` in transformers' layers, which have read `known` tokens, for a prompt that begins with `shared` of them."""
+        self._saved.keep(min(shared, known))  # a call that failed may have left more
+        read, kept = held(self), min(shared, ids.shape[1] - 1)
+        if resumes and shared >= known and read < ids.shape[1]:
             self.shared = shared
+            if read == known and self._slots is None:
+                self._saved.save(known, self.layers)
         elif kept and all(type(layer) is DynamicLayer and layer.is_initialized for layer in self.layers):
             for layer in self.layers:
                 layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
             self.ids, self.kept = ids[:, : kept + 1], None
+        elif resumes and (restored := self._saved.restored(kept, self.layers)) is not None:
+            length, self._layers = restored
+            self.ids, self.kept = ids[:, : length + 1], None
         else:
             self.forget()
 
@@ -181,8 +203,13 @@ class Session(DynamicCache):
 
     def keep_copy(self, slots: SlotCache, ids: torch.Tensor, kept: Any, mask: torch.Tensor | None = None) -> None:
         """The same in transformers' layers, for slots that can't go back to an earlier token. mask: of the prompt."""
-        self.layers = slots.to_dynamic(self._config).layers
+        self._slots, self._layers = None, slots.to_dynamic(self._config).layers
         self._note(ids, kept, mask)
+
+    def mark(self, slots: SlotCache, ids: torch.Tensor) -> None:
+        """Keep the states after a part of the present prompt. slots: that have read it. ids: [B, n + 1] int64, the part and the
+        next token."""
+        self._saved.save(ids.shape[1] - 1, slots.to_dynamic(self._config).layers)
 
     def read_by(self, generate: Callable[[], Any]) -> Any:
         """The output of the target's own `generate`, which reads on in transformers' layers."""
@@ -227,12 +254,14 @@ class Session(DynamicCache):
         self.ids = self.mask = self.kept = None
         self._length = self.shared = 0
         self.forks = False
+        self._saved = SavedStates()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """Another session with its own copy of the keys and values, for a text that branches."""
         layers = self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
         other = _with_layers(self._config, layers, self.ids, self.mask)
         other._models = self._models
+        other._saved = copy.copy(self._saved)
         return other
 
     def __reduce__(self) -> Any:

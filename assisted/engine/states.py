@@ -6,18 +6,28 @@ pass, from which the state after any of its columns follows (delta.py); `recurre
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .cache import Paths, SlotCache, SlotLayer
 from .columns import Columns
 from .host import on_device
-from .libraries import DummyLayer, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from .libraries import (
+    DummyLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+MOST_SAVED, MOST_SAVED_BYTES = 8, 2**28  # states of a text, beside the present ones
+_WHOLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # their keys and values are those of all tokens
 
 
 class StateAndSlotLayer(LinearAttentionLayer, SlotLayer):
@@ -243,6 +253,65 @@ class ColumnCache(StateCache):
                     new = new.where(on_device(moves, device).view(-1, *[1] * (new.dim() - 1)), state)
                 state.copy_(new)
         self._read.clear()
+
+
+class SavedStates:
+    """What the layers of transformers' cache held after some beginnings of its text, to go back to them: recurrent states, and
+    keys and values in a window. All other keys and values can be cut off.
+
+    At most `MOST_SAVED` beginnings are kept, of at most `MOST_SAVED_BYTES`. The first to go are those without which the fewest
+    tokens would be read again.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, list[Any]] = {}  # by the number of tokens read, ascending
+
+    @property
+    def layers(self) -> list[Any]:
+        """All that is kept."""
+        return [layer for layers in self._saved.values() for layer in layers]
+
+    def save(self, length: int, layers: list[Any]) -> None:
+        """Copy what layers hold after `length` tokens; nothing if their keys and values can be cut off."""
+        if length in self._saved or all(type(layer) is DynamicLayer for layer in layers):
+            return
+        self._saved = dict(sorted({**self._saved, length: [_without_whole(layer) for layer in layers]}.items()))
+        while len(self._saved) > MOST_SAVED or sum(map(nbytes_of, self.layers)) > MOST_SAVED_BYTES:
+            del self._saved[min(pairwise([0, *self._saved]), key=lambda gap: gap[1] - gap[0])[1]]
+
+    def keep(self, length: int) -> None:
+        """Drop what more than `length` tokens are part of."""
+        self._saved = {read: layers for read, layers in self._saved.items() if read <= length}
+
+    def restored(self, length: int, layers: list[Any]) -> tuple[int, list[Any]] | None:
+        """The longest kept beginning of at most `length` tokens: how many, and its layers. None if there is none.
+
+        layers: of the present text, which begins with it.
+        """
+        read = max((read for read in self._saved if read <= length), default=None)
+        if read is None:
+            return None
+        found = [copy.deepcopy(layer) for layer in self._saved[read]]
+        for layer, present in zip(found, layers, strict=True):
+            if type(layer) in _WHOLE and present.keys is not None:
+                layer.keys, layer.values = present.keys[:, :, :read], present.values[:, :, :read]
+        return read, found
+
+
+def nbytes_of(layer: Any) -> int:
+    """Bytes of a cache layer's tensors."""
+    parts = [
+        part for value in vars(layer).values() for part in (value.values() if isinstance(value, dict) else [value])
+    ]
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+
+def _without_whole(layer: Any) -> Any:
+    """A copy of a layer that shares no tensor, without keys and values that later tokens leave as they are."""
+    other = copy.copy(layer)
+    if type(layer) in _WHOLE:
+        other.keys = other.values = None
+    return copy.deepcopy(other)
 
 
 def held(cache: Cache) -> int:

@@ -57,6 +57,12 @@ def test_a_sound_pair_passes() -> None:
     assert outcome.drafted > outcome.accepted > 0
 
 
+def test_a_processor_that_writes_in_place_beside_logits() -> None:
+    """Those of plain `generate` are what it has written; its scores are compared as ever."""
+    more = {"processors": ["in place"], "return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    assert run(Case(steps=(Call((12, 9), arguments=ARGUMENTS | more),))).failures == []
+
+
 def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = acceptance.match
 

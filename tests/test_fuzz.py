@@ -63,6 +63,14 @@ def test_a_processor_that_writes_in_place_beside_logits() -> None:
     assert run(Case(steps=(Call((12, 9), arguments=ARGUMENTS | more),))).failures == []
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_whether_a_call_meets_nans_does_not_depend_on_chance(seed: int) -> None:
+    call = Call((20,), 336, arguments=ARGUMENTS)
+    sampled = replace(call, arguments=ARGUMENTS | changes.ARGUMENTS["nan_logits"](None))
+    outcome = run(Case("llama4", 1, steps=(call, Edit("nan_logits", seed), sampled, Edit("undo"), call)))
+    assert (outcome.failures, outcome.refused) == ([], [])
+
+
 def one_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     sound = acceptance.match
 

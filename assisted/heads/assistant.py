@@ -25,7 +25,7 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.traits import Traits
 from ..loading.files import loading, require_sizes
 from .base import Head
-from .files import Checkpoint, Layout, find_folder, require_tensors, write_head
+from .files import Checkpoint, Layout, find_folder, require_tensors, shapes_by_name, write_head
 
 __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", "save_assistant", "sources_of"]
 
@@ -185,7 +185,7 @@ class AssistantHead(Head):
             self.model.norm = _Norm(config.width, config.rms_norm_eps)
             self.masked_embedding = None if config.centroids is None else _Centroids(config, *config.centroids)
         tensors = _initial(self) if tensors is None else _untied(tensors, fields)
-        require_tensors(_shapes_by_name(tensors), _shapes_by_name(self.state_dict()), "it")
+        require_tensors(shapes_by_name(tensors), shapes_by_name(self.state_dict()), "it")
         self.load_state_dict(tensors, assign=True)
         if self.masked_embedding is not None:
             self.masked_embedding.require_sound()
@@ -371,7 +371,7 @@ def load_assistant(path: str | Path, target: PreTrainedModel, **hub: Any) -> Ass
             raise ValueError(f"draft: {folder / 'config.json'} has no text_config")
         sizes = {"hidden_size": fields.get("backbone_hidden_size")}
         for name, some in (("text_config", text), ("backbone_hidden_size", sizes)):
-            require_sizes(some, shapes, f"{found.config_file}: {name}", exact=True)
+            require_sizes(some, shapes, f"{folder / 'config.json'}: {name}", exact=True)
         return AssistantHead(target, fields, found.tensors())
 
 
@@ -424,7 +424,3 @@ def _untied(tensors: Mapping[str, torch.Tensor], fields: Mapping[str, Any]) -> d
     if output is not None and (own not in found or not fields.get("tie_word_embeddings", True)):
         found[own] = output
     return found
-
-
-def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

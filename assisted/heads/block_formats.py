@@ -9,50 +9,42 @@ read, tested on synthetic files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
-from ..loading.files import loading
 from .block import BlockHead
 from .block_config import BlockConfig
-from .eagle_config import FULL, LAYER_FIELDS, SLIDING
-from .eagle_formats import as_speculators, require_fields, rope_of
-from .files import (
-    Checkpoint,
-    Layout,
-    Shapes,
-    agreed,
-    best_fit,
-    find_folder,
-    is_copy,
-    read_head,
-    require_fitting,
-    tensors_of,
-    values_of,
-    write_head,
-)
+from .eagle_config import FULL, SLIDING
+from .eagle_formats import PAST, as_speculators, checked_values, layer_of
+from .files import Checkpoint, Layout, agreed, load_head, refuse, require_head, tensors_of, write_head
 
 __all__ = ["is_block", "load_block", "require_block", "save_block"]
 
 _SPECULATORS = ("dflash", "dspark", "dflash2")
 _MUSE = "muse_glimmer_assistant"
 _MARKS = ("DFlash", "DSpark", "Domino", "JetSpec")  # in the architectures of a block drafter
-_UNREAD = ("Domino", "JetSpec", "Laguna", "DFlare")
-_PAST = ("verifier_norm.weight", "verifier_lm_head.weight")  # the target's, for speculators' training
+_REFUSED = {
+    **{
+        f"(?i).*{kind}": f"it is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
+        for kind in ("Domino", "JetSpec", "Laguna", "DFlare")
+    },
+    r"mtp\.|dspark_block_size$": "it holds the DSpark drafter of DeepSeek-V4-Flash (mtp.*), which cannot be read: its layers "
+    "are not Qwen3's",
+}
 _LAYOUTS = (
-    Layout("a block drafter of z-lab, DeepSpec, SpecForge, NeMo Automodel or speculators", (), _PAST),
-    Layout("Muse Glimmer's assistant", ((r"encoder\.fc\.", "fc."), (r"encoder\.output_norm_enc\.", "hidden_norm."))),
+    Layout("a block drafter of z-lab, DeepSpec, SpecForge, NeMo Automodel or speculators", read_past=PAST),
+    Layout("Muse Glimmer's assistant", ((r"fc\.", "encoder.fc."), (r"hidden_norm\.", "encoder.output_norm_enc."))),
     Layout(
         "a DSpark drafter of ModelOpt",
-        (
-            (r"(?=markov_w[12]\.|gate_proj\.|joint_proj\.)", "markov_head."),
-            (r"confidence_proj\.", "confidence_head.proj."),
-        ),
+        ((r"markov_head\.", ""), (r"confidence_head\.proj\.", "confidence_proj.")),
     ),
-    Layout("a DFlash2 drafter of an older trainer", ((r"(candidate_selector\.\w+_codebook)\.weight", r"\1"),), _PAST),
+    Layout(
+        "a DFlash2 drafter of an older trainer",
+        ((r"(candidate_selector\.\w+_codebook)", r"\1.weight"),),
+        read_past=PAST,
+    ),
 )
 _NAMES = (
     *("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
@@ -89,21 +81,8 @@ def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHe
     Raises ValueError for a drafter of another kind or made for a target of other sizes, and for a missing, unknown or misshapen
     tensor, with its name and the layout that fits best.
     """
-    folder = find_folder(path, **hub)
-    with loading("draft", folder):
-        checkpoint, config = _checked(folder, target)
-        tensors = read_head(checkpoint, config)
-        shared: dict[str, Any] = {}
-        for name, field, module in (
-            ("embed_tokens.weight", "own_embedding", target.get_input_embeddings()),
-            ("lm_head.weight", "own_output", target.get_output_embeddings()),
-        ):
-            if name in tensors and config.draft_vocab_size == config.vocab_size and is_copy(tensors[name], module):
-                del tensors[name]
-                shared[field] = False
-        head = BlockHead(replace(config, **shared)).to(tensors["fc.weight"].dtype)
-        head.load_state_dict(tensors)
-        return head.eval()
+    copies = ("embed_tokens.weight", "lm_head.weight")
+    return load_head(path, target, BlockHead, _opened, hub, copies)  # type: ignore[no-any-return]
 
 
 def require_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockConfig:
@@ -112,9 +91,7 @@ def require_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> Bloc
 
     Raises ValueError where `load_block` does, except for what only the weights show.
     """
-    folder = find_folder(path, **hub)
-    with loading("draft", folder):
-        return _checked(folder, target)[1]
+    return require_head(path, target, BlockHead, _opened, hub)  # type: ignore[no-any-return]
 
 
 def is_block(fields: Mapping[str, Any], folder: Path) -> bool:
@@ -146,104 +123,72 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
     write_head(folder, fields, tensors_of(head))
 
 
-def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockConfig]:
-    """The checkpoint with our names, and the config. Nothing is allocated."""
-    found = Checkpoint.open(folder)
-    fields = found.fields
-    values = values_of(fields, "dflash_config")
-    named = str([fields.get("architectures"), fields.get("model_type"), values.get("projector_type")])
-    for kind in _UNREAD:
-        if kind.lower() in named.lower():
-            raise ValueError(
-                f"draft: {folder} is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
-            )
-    if "dspark_block_size" in fields or any(name.startswith("mtp.") for name in found.shapes):
-        raise ValueError(
-            f"draft: {folder} holds the DSpark drafter of DeepSeek-V4-Flash (mtp.*), which cannot be read: its layers are not "
-            "Qwen3's"
-        )
-    found = found.under(best_fit(found.shapes, _LAYOUTS, lambda layout: _NAMES))
-    for part in (fields, fields.get("transformer_layer_config") or {}):
-        sized = {name: value for name, value in part.items() if name != "draft_vocab_size"} if part is fields else part
-        require_fields(sized, found.shapes, found.config_file)
-    wanted = target.config.get_text_config(decoder=True)
-    config = _config_of(values, found.shapes, wanted, folder)
-    rows = target.get_input_embeddings()
-    most = wanted.vocab_size if rows is None else max(wanted.vocab_size, getattr(rows, "num_embeddings", 0))
-    if config.mask_token_id is not None and not 0 <= config.mask_token_id < most:
-        raise ValueError(f"draft: {folder}: mask_token_id: the target has no embedding of token {config.mask_token_id}")
-    require_fitting(found, config, BlockHead, wanted)
-    return found, config
-
-
-def _config_of(own: Mapping[str, Any], shapes: Shapes, wanted: Any, folder: Path) -> BlockConfig:
-    """The config of any producer. own: all values of config.json. wanted: the target's text config."""
-
-    of_speculators, is_muse = "speculators_model_type" in own, own.get("model_type") == _MUSE
-    layer = own.get("transformer_layer_config", {}) if of_speculators else own
-    ids = own.get(key := "aux_hidden_state_layer_ids" if of_speculators else "target_layer_ids")
+def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockConfig]:
+    """The checkpoint of any producer in its layout, and its config; the sizes in it are compared with the tensors."""
+    found, wanted = Checkpoint.open(folder), target.config.get_text_config(decoder=True)
+    fields, rows = found.fields, target.get_input_embeddings()
+    given = checked_values(found, wanted.num_hidden_layers, "transformer_layer_config", "dflash_config")
+    kinds = (*(fields.get("architectures") or ()), fields.get("model_type"), given.get("projector_type"))
+    refuse(folder, (*kinds, *fields, *found.shapes), _REFUSED)
+    found = found.under(*_LAYOUTS, marks=lambda layout: _NAMES)
+    speculators, is_muse = fields.get("speculators_model_type"), fields.get("model_type") == _MUSE
+    ids = given.get(key := "aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
     if not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
         raise ValueError(
             f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
             "target's layers that the drafter reads"
         )
-    taps = tuple(ids if of_speculators else (tap + 1 for tap in ids))  # others count layers from 0
     # raw DeepSpec files predict the next token and do not say so; all others say so, or do not
-    of_deepspec = not (of_speculators or is_muse or "dflash_config" in own)
-    said = ({"block_size": 16} if "dflash_config" in own else {}) | agreed(own, _KEYS)
+    of_deepspec = not (speculators or is_muse or "dflash_config" in fields)
+    said = ({"block_size": 16} if "dflash_config" in fields else {}) | agreed(given, _KEYS)
     if "block_size" not in said:
         raise ValueError(f"draft: {folder}: block_size is missing")
-    if "mask_token_id" not in said and "mask_embedding" not in shapes:
+    most = max(wanted.vocab_size, getattr(rows, "num_embeddings", 0))
+    if "mask_token_id" not in said and not found.shape("mask_embedding"):
         raise ValueError(f"draft: {folder}: mask_token_id is missing")
-    defaults, given = Qwen3Config(), values_of(layer)
-    values = {name: given.get(name, getattr(defaults, name)) for name in LAYER_FIELDS}
-    values["vocab_size"] = given.get("vocab_size", wanted.vocab_size)
-    kinds = given.get("layer_types") or [SLIDING if is_muse else FULL] * values["num_hidden_layers"]
-    if own.get("use_swa"):  # ModelOpt: in all layers
-        kinds = [SLIDING] * len(kinds)
-    windows = agreed({**own, **given}, {"window": ("swa_window_size", "sliding_window")})
-    window = windows.get("window") if SLIDING in kinds else None
-    if window is None:
-        sliding_causal = False
-    elif of_speculators:
-        sliding_causal = not own.get("sliding_window_non_causal", True)
-    elif is_muse or of_deepspec:
-        sliding_causal = False
-    else:  # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
-        sliding_causal = bool(said.get("causal", True))
-    if "fc.weight" not in shapes:
-        raise ValueError(f"draft: {folder} lacks tensor fc.weight")
-    width = shapes["fc.weight"][-1]
-    if width % len(taps):
+    if not 0 <= said.get("mask_token_id", 0) < most:
         raise ValueError(
-            f"draft: {folder} holds fc.weight for {width} numbers, which are not those of {len(taps)} layers"
+            f"draft: {folder}: mask_token_id: the target has no embedding of token {said['mask_token_id']}"
+        )
+    layer = layer_of({"vocab_size": wanted.vocab_size} | given, "qwen3", 1e6)
+    types = given.get("layer_types") or [SLIDING if is_muse else FULL] * layer["num_hidden_layers"]
+    types = [SLIDING] * len(types) if given.get("use_swa") else types  # ModelOpt: in all layers
+    window = agreed(given, {"window": ("swa_window_size", "sliding_window")}).get("window")
+    slides = SLIDING in types and window is not None
+    # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
+    said["sliding_causal"] = bool(
+        slides
+        and not (is_muse or of_deepspec)
+        and (not given.get("sliding_window_non_causal", True) if speculators else said.get("causal", True))
+    )
+    if (fc := found.shape("fc.weight")) is None:
+        raise ValueError(f"draft: {folder} lacks tensor {found.layout.stored('fc.weight')}")
+    if fc[-1] % len(ids):
+        raise ValueError(
+            f"draft: {folder} holds fc.weight for {fc[-1]} numbers, which are not those of {len(ids)} layers"
         )
     for name, default in (
-        ("next_token", own.get("speculators_model_type") == "dspark" or of_deepspec),
+        ("next_token", speculators == "dspark" or of_deepspec),
         ("causal", False),
         # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
-        ("last_normed", not of_speculators),
+        ("last_normed", not speculators),
         ("confidence", False),
-        ("confidence_markov", "use_confidence_head" in own),  # ModelOpt's always reads the token before
+        ("confidence_markov", "use_confidence_head" in given),  # ModelOpt's always reads the token before
     ):
         said[name] = bool(said.get(name, default))
     has_markov = bool(said.get("markov_rank"))
-    return BlockConfig(
-        **values,
-        **said
-        | {
-            "markov": said.get("markov", "vanilla") if has_markov else None,
-            "confidence_markov": has_markov and said["confidence"] and said["confidence_markov"],
-            "logit_cap": said.get("logit_cap") or None,
-        },
-        taps=taps,
-        target_hidden_size=width // len(taps),
-        layer_types=tuple(kinds),
+    said["markov"] = said.get("markov", "vanilla") if has_markov else None
+    said["confidence_markov"] &= has_markov and said["confidence"]
+    said["logit_cap"] = said.get("logit_cap") or None
+    return found, BlockConfig(
+        **{name: value for name, value in layer.items() if name not in ("layer_types", "sliding_window")},
+        **said,
+        taps=tuple(ids if speculators else (tap + 1 for tap in ids)),  # others count layers from 0
+        target_hidden_size=fc[-1] // len(ids),
+        layer_types=tuple(types),
         # transformers includes the position that lies a whole window back
-        sliding_window=window + 1 if window is not None and is_muse else window,
-        sliding_causal=sliding_causal,
-        rope=rope_of(layer, 1e6),
-        bias=bool(layer.get("attention_bias", False)),
-        own_embedding="embed_tokens.weight" in shapes,
-        own_output="lm_head.weight" in shapes,
+        sliding_window=window + is_muse if slides else None,
+        bias=bool(given.get("attention_bias", False)),
+        own_embedding=bool(found.shape("embed_tokens.weight")),
+        own_output=bool(found.shape("lm_head.weight")),
     )

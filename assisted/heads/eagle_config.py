@@ -23,7 +23,7 @@ LAYER_FIELDS = (
 )
 """The fields that have the same name and meaning in transformers' configs."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-_CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -137,7 +137,7 @@ class EagleConfig(HeadConfig):
         mask = self.mask_token_id
         for wrong, said in (
             (self.version not in (1, 3), f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3"),
-            (self.layer not in _CONFIGS, f"layer: {self.layer!r} is not known; one of {', '.join(_CONFIGS)}"),
+            (self.layer not in CONFIGS, f"layer: {self.layer!r} is not known; one of {', '.join(CONFIGS)}"),
             (self.norm_before_fc and self.fc_norm, "norm_before_fc, fc_norm: only one of them can be true"),
             (
                 self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size),
@@ -180,7 +180,7 @@ class EagleConfig(HeadConfig):
 
     def of_layer(self) -> LlamaConfig | Qwen3Config:
         """transformers' config of the decoder layers."""
-        config = _CONFIGS[self.layer](
+        config = CONFIGS[self.layer](
             **{name: getattr(self, name) for name in LAYER_FIELDS},
             rope_parameters=dict(self.rope),
             attention_bias=self.qkv_bias,

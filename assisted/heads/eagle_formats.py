@@ -1,5 +1,5 @@
-"""Reads and writes EAGLE heads as their trainers publish them. `LAYOUTS` lists how they name tensors; the rest says what a
-config means, and which hidden states it names. Reading is strict.
+"""Reads and writes EAGLE heads as their trainers publish them, by tables: how layouts name tensors, and what configs call the
+values. The rest says which hidden states a config means. Reading is strict.
 
 No published checkpoint was available for a test: the layouts are those of the trainers' and the engines' sources.
 """
@@ -7,63 +7,47 @@ No published checkpoint was available for a test: the layouts are those of the t
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ..loading.files import loading, require_sizes, shapes_of
+from ..loading.files import require_sizes, shapes_of
+from . import files
 from .base import StateHead
 from .eagle import EagleHead
-from .eagle_config import LAYER_FIELDS, SLIDING, EagleConfig, HeadConfig, default_taps
-from .files import (
-    FILES,
-    Checkpoint,
-    Layout,
-    Shapes,
-    agreed,
-    best_fit,
-    find_folder,
-    is_copy,
-    public_name,
-    read_head,
-    require_fitting,
-    tensors_of,
-    values_of,
-    write_head,
-)
+from .eagle_config import CONFIGS, LAYER_FIELDS, SLIDING, EagleConfig, HeadConfig, default_taps
+from .files import Checkpoint, Layout
 
 __all__ = ["is_eagle", "load_eagle", "require_eagle", "save_eagle"]
 
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "last_normed")
 _KEYS = {
-    "target_hidden_size": ("target_hidden_size",),
-    "draft_vocab_size": ("draft_vocab_size",),
-    **{name: (name,) for name in _SWITCHES},
-    "mask_token_id": ("mask_token_id",),
+    **{name: (name,) for name in ("target_hidden_size", "draft_vocab_size", *_SWITCHES, "mask_token_id")},
     "parallel_tokens": ("parallel_tokens", "num_depths"),
 }
 """The names in configs of what is in `EagleConfig`."""
+_BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.up_proj"}
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 VERSION = "0.9.0"  # of speculators, for the format written here
+PAST = (r"verifier_norm\.weight", r"verifier_lm_head\.weight")  # the target's, for speculators' training
 
-_SPECULATORS = Layout("an EAGLE-3 head of speculators", read_past=("verifier_norm.weight", "verifier_lm_head.weight"))
+_AUTHORS = Layout("an EAGLE-3 head of its authors, SpecForge or TorchSpec", ((r"layers\.0\.", "midlayer."),))
+_SPECULATORS = Layout("an EAGLE-3 head of speculators", read_past=PAST)
 LAYOUTS = {
     1: (Layout("an EAGLE-1 head of its authors"),),
     3: (
         Layout("an EAGLE-3 head of ModelOpt, DeepSpec or SpecForge's P-EAGLE"),
-        Layout("an EAGLE-3 head of its authors, SpecForge or TorchSpec", ((r"midlayer\.", "layers.0."),)),
-        Layout("an EAGLE-3 head of NeMo Automodel", ((r"model\.", ""),)),
+        _AUTHORS,
+        Layout("an EAGLE-3 head of NeMo Automodel", ((r"(?!lm_head\.|d2t|t2d|mask_hidden)", "model."),)),
     ),
 }
 """By version of EAGLE."""
-_NAMES = {
+_MARKS = {
     1: ("fc.weight", "fc.bias", "layers.0.mlp.up_proj.weight"),
     3: (
         *("fc.weight", "norm.weight", "lm_head.weight", "layers.0.mlp.up_proj.weight"),
@@ -71,12 +55,18 @@ _NAMES = {
     ),
 }
 """Tensors that tell the versions and the layouts apart."""
+_REFUSED = {
+    "LlamaEagleDraftModel": "an EAGLE-1 head of NeMo Automodel cannot be read: unlike its authors' heads, it has an "
+    "input_layernorm in its first layer and a norm after its last one",
+    r".*\.kv_a_proj_with_mqa\.": "an EAGLE-3 head with latent attention (MLA, for Kimi and DeepSeek) cannot be read; heads "
+    "with layers of Llama and Qwen3 can",
+}
 _OBJECT, _POSITIVE = "an object", "a positive number"
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
         ("rms_norm_eps", "rope_theta"), (_POSITIVE, lambda v: type(v) in (int, float) and 0 < v < math.inf)
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "eagle_config"), (_OBJECT, lambda v: isinstance(v, dict))),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_OBJECT, lambda v: isinstance(v, dict))),
     "hidden_act": ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
     "layer_types": ("a list", lambda v: isinstance(v, list)),
 }
@@ -90,25 +80,12 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
 
     The tensor names distinguish EAGLE-1 from EAGLE-3; config.json gives the rest. If it does not list the tapped layers of the
     target, they are 2, L // 2 and L - 3. A head with the target's vocabulary and without an output embedding gets a copy of the
-    target's. hub: download options.
+    target's. Quantized weights are expanded. hub: download options.
 
     Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
     name and the layout that fits best.
     """
-    folder = find_folder(path, **hub)
-    with loading("draft", folder):
-        checkpoint, config = _checked(folder, target)
-        tensors, output = read_head(checkpoint, config), target.get_output_embeddings()
-        if config.version == 1:
-            if (own := tensors.pop("lm_head.weight", None)) is not None and not is_copy(own, output):
-                raise ValueError(
-                    f"draft: {folder} holds lm_head.weight, which is not the target's; EAGLE-1 uses the target's"
-                )
-        elif "lm_head.weight" not in tensors:
-            tensors["lm_head.weight"] = _output_of(output, config, folder)
-        head = EagleHead(config).to(tensors["fc.weight"].dtype)
-        head.load_state_dict(tensors)
-        return head.eval()
+    return files.load_head(path, target, EagleHead, _opened, hub, ("lm_head.weight",))  # type: ignore[no-any-return]
 
 
 def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
@@ -117,9 +94,7 @@ def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None
 
     Raises ValueError where `load_eagle` does, except for what only the weights show.
     """
-    folder = find_folder(path, **hub)
-    with loading("draft", folder):
-        _checked(folder, target)
+    files.require_head(path, target, EagleHead, _opened, hub)
 
 
 def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
@@ -135,52 +110,27 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
         return False
     if "draft_vocab_size" in fields or "eagle_config" in fields:
         return True
-    file = next((folder / name for name in FILES if (folder / name).is_file()), None)
+    file = next((folder / name for name in files.FILES if (folder / name).is_file()), None)
     return file is not None and {"fc.weight", "layers.0.mlp.up_proj.weight"} <= shapes_of(file).keys()
 
 
-def _checked(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleConfig]:
-    """The checkpoint with our names, and the config.
-
-    Nothing is allocated, so the sizes in config.json are compared with those of the tensors first.
-    """
-    found = Checkpoint.open(folder)
-    fields, where, kind = found.fields, found.config_file, found.fields.get("speculators_model_type")
-    if kind not in (None, *_KINDS):
-        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
-    if fields.get("mask_token_id") is None and ("mask_hidden" in found.shapes or kind == "peagle"):
-        raise ValueError(f"draft: {where} lacks mask_token_id, the mask token of a P-EAGLE head")
-    wanted = target.config.get_text_config(decoder=True)
-    require_fields(fields, found.shapes, where, wanted.num_hidden_layers)
-    require_fields(fields.get("transformer_layer_config") or {}, found.shapes, where)
-    layouts = (_SPECULATORS,) if kind else (*LAYOUTS[1], *LAYOUTS[3])
-    found = found.under(best_fit(found.shapes, layouts, lambda layout: _NAMES[1 if layout in LAYOUTS[1] else 3]))
-    config = _config_of(found, wanted)
-    require_fitting(found, config, EagleHead, wanted)
-    return found, config
-
-
-def require_fields(fields: Mapping[str, Any], shapes: Shapes, where: Path, target_layers: int | None = None) -> None:
-    """Check the values of a layer in config.json. target_layers: a number of layers that may be given in place of the head's.
-    Raises ValueError with the file and the field."""
-    if not isinstance(fields, dict):
-        raise ValueError(f"draft: {where}: transformer_layer_config: {fields!r} is not an object")
+def checked_values(found: Checkpoint, target_layers: int, *inner: str) -> dict[str, Any]:
+    """`Checkpoint.values`; those of a layer are checked. target_layers: a number of layers that may be given in place of the
+    head's. Raises ValueError with the file and the field."""
+    where = found.folder / "config.json"
+    given = found.values(*inner)
     # a head may have no tensor of its vocabulary's size, which is compared with the target's
-    size = fields.get("vocab_size")
-    others = {name: value for name, value in fields.items() if name != "vocab_size"}
+    size = given.get("vocab_size")
+    others = {name: value for name, value in given.items() if name != "vocab_size"}
     for name, other in (("draft_vocab_size", size), ("num_hidden_layers", target_layers)):
         if others.get(name) == other:
             others.pop(name, None)
-    require_sizes(others, dict(shapes), where, exact=True)  # type: ignore[arg-type]
+    require_sizes(others, found.shapes, where, exact=True)
     require_sizes({"vocab_size": size}, {}, where, exact=True)
     for name, (said, is_right) in _VALUES.items():
-        if (value := fields.get(name)) is not None and not is_right(value):
-            raise ValueError(f"draft: {where}: {name}: {value!r} is not {said}")
-    for part in (fields, fields.get("eagle_config") or {}):
-        for name in (_TAPS, "target_layer_ids"):
-            taps = part.get(name)
-            if taps is not None and not (isinstance(taps, list) and taps and all(type(tap) is int for tap in taps)):
-                raise ValueError(f"draft: {where}: {name}: {taps!r} is not a list of layers")
+        if name in given and not is_right(given[name]):
+            raise ValueError(f"draft: {where}: {name}: {given[name]!r} is not {said}")
+    return given
 
 
 def save_eagle(
@@ -195,11 +145,11 @@ def save_eagle(
 
     Raises ValueError for a head that the format cannot represent.
     """
-    tensors = tensors_of(head)
+    tensors = files.tensors_of(head)
     if format == "eagle":
         fields = _as_eagle(head)
         if head.config.version == 3:
-            tensors = {re.sub(r"^layers\.0\.", "midlayer.", name): tensor for name, tensor in tensors.items()}
+            tensors = {_AUTHORS.stored(name): tensor for name, tensor in tensors.items()}
     elif format == "speculators":
         if head.config.version != 3:
             raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
@@ -211,47 +161,45 @@ def save_eagle(
                 tensors["embed_tokens.weight"] = head.embed(torch.arange(head.config.vocab_size), target)
     else:
         raise ValueError(f"format: {format!r} is not known; 'eagle' or 'speculators'")
-    write_head(folder, fields, tensors)
+    files.write_head(folder, fields, tensors)
 
 
-def _output_of(module: Any, config: EagleConfig, folder: Path) -> Tensor:
-    """A copy of the target's output embedding, [V, H]. Raises ValueError for one that a head cannot have."""
-    weight, shape = getattr(module, "weight", None), (config.vocab_size, config.hidden_size)
-    plain = isinstance(weight, Tensor) and weight.is_floating_point() and getattr(module, "bias", None) is None
-    if not plain or tuple(weight.shape) != shape:  # type: ignore[union-attr]
-        raise ValueError(
-            f"draft: {folder} lacks lm_head.weight, and the target's output embedding cannot stand for it: expected floating "
-            f"point numbers of shape {list(shape)} without a bias"
-        )
-    return weight.detach().cpu()  # type: ignore[union-attr]
-
-
-def _config_of(found: Checkpoint, wanted: Any) -> EagleConfig:
-    """The config of any layout. wanted: the target's text config."""
-    fields, names, layers = found.fields, found.shapes.keys(), wanted.num_hidden_layers
-    of_speculators = "speculators_model_type" in fields
-    inner = (fields.get("transformer_layer_config") or {}) if of_speculators else fields
-    normed = any(name.endswith(".q_norm.weight") for name in names)
-    layer = _of_layer(inner, inner.get("model_type", "llama") if of_speculators else "qwen3" if normed else "llama")
-    if layer["num_hidden_layers"] == layers:  # some configs have the target's
-        layer["num_hidden_layers"] = len({name.split(".")[1] for name in names if name.startswith("layers.")}) or 1
-    for field, part in (("qkv_bias", "self_attn.q_proj"), ("o_bias", "self_attn.o_proj"), ("mlp_bias", "mlp.up_proj")):
-        layer[field] |= field not in fields and f"layers.0.{part}.bias" in names
-    embedding = "embed_tokens.weight" in names
+def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleConfig]:
+    """The checkpoint in its layout, and its config; the sizes in it are compared with the tensors."""
+    found = Checkpoint.open(folder)
+    fields, layers = found.fields, target.config.get_text_config(decoder=True).num_hidden_layers
+    kind = fields.get("speculators_model_type")
+    if kind not in (None, *_KINDS):
+        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}; only {' and '.join(_KINDS)} can be read")
+    files.refuse(folder, (*found.shapes, *(fields.get("architectures") or ())), _REFUSED)
+    given = checked_values(found, layers, "transformer_layer_config", "eagle_config")
+    if "mask_token_id" not in given and ("mask_hidden" in found.shapes or kind == "peagle"):
+        raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
+    layouts = (_SPECULATORS,) if kind else (*LAYOUTS[1], *LAYOUTS[3])
+    found = found.under(*layouts, marks=lambda layout: _MARKS[1 if layout in LAYOUTS[1] else 3])
+    if given.get("num_hidden_layers") == layers:  # some configs have the target's
+        count = (n for n in range(layers + 1) if not found.shape(f"layers.{n}.mlp.up_proj.weight"))
+        given["num_hidden_layers"] = next(count) or 1
+    normed = found.shape("layers.0.self_attn.q_norm.weight")
+    of_layer = given.get("model_type", "llama") if kind else "qwen3" if normed else "llama"
+    layer = layer_of(given, of_layer) | {"layer": of_layer, "own_embedding": bool(found.shape("embed_tokens.weight"))}
+    for field, part in _BIASES.items():
+        has_bias = found.shape(f"layers.0.{part}.bias") or (field != "mlp_bias" and given.get("attention_bias"))
+        layer[field] = bool(given.get(field, has_bias))
     if found.layout in LAYOUTS[1]:
-        return EagleConfig(1, taps=(layers,), fc_bias=fields.get("bias", True), own_embedding=embedding, **layer)
-    taps, normed_last = _taps_of(fields, layers)
-    said = {"last_normed": normed_last} | agreed(values_of(fields, "eagle_config"), _KEYS)
-    if of_speculators:
+        return found, EagleConfig(1, taps=(layers,), fc_bias=given.get("bias", True), **layer)
+    taps, normed_last = _taps_of(fields, layers, folder / "config.json")
+    said = {"last_normed": normed_last} | files.agreed(given, _KEYS)
+    if kind:
         said.setdefault("draft_vocab_size", 32000)
         methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
         if (tokens := methods[0].get("speculative_tokens")) is not None and "mask_token_id" in said:
             said.setdefault("parallel_tokens", tokens)
     said |= {name: bool(said.get(name, False)) for name in _SWITCHES}
-    return EagleConfig(3, taps=taps, fc_bias="fc.bias" in names, own_embedding=embedding, **said, **layer)
+    return found, EagleConfig(3, taps=taps, fc_bias=bool(found.shape("fc.bias")), **said, **layer)
 
 
-def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], bool]:
+def _taps_of(fields: Mapping[str, Any], layers: int, where: Path) -> tuple[tuple[int, ...], bool]:
     """The tapped hidden states, and whether the last of the target's is normed, where a config does not say it itself.
 
     Ids at the top are those of hidden states, as vLLM counts them. Ids in `eagle_config` count layers if they begin with 0 or
@@ -259,11 +207,15 @@ def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], b
     need it, which name the last state (its pull request 32334, 2026-07-24). Both engines, and the hooks of ModelOpt and NeMo
     Automodel, give the last layer's output before the final norm. DeepSpec counts layers and takes transformers' states.
     """
-    top, nested = fields.get(_TAPS), (fields.get("eagle_config") or {}).get(_TAPS)
+    top, of_deepspec = fields.get(_TAPS), fields.get("target_layer_ids")
+    nested = (fields.get("eagle_config") or {}).get(_TAPS)
+    for name, ids in ((_TAPS, top), (_TAPS, nested), ("target_layer_ids", of_deepspec)):
+        if ids is not None and not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
+            raise ValueError(f"draft: {where}: {name}: {ids!r} is not a list of layers")
     if top is not None:
         return tuple(top), False
-    if (ids := fields.get("target_layer_ids")) is not None:
-        return tuple(tap + 1 for tap in ids), True
+    if of_deepspec is not None:
+        return tuple(tap + 1 for tap in of_deepspec), True
     if nested is None:
         return default_taps(layers), False
     # before it wrote both lists, this package wrote the second alone, with layers
@@ -271,39 +223,23 @@ def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], b
     return tuple(tap + 1 if counts_layers else tap for tap in nested), False
 
 
-def _of_layer(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The fields of an EagleConfig for its decoder layer; missing values get the default of the kind.
+def layer_of(given: Mapping[str, Any], kind: str, theta: float = 10000.0) -> dict[str, Any]:
+    """The fields of a HeadConfig for its layers, where missing ones get transformers' defaults for that kind of layer.
 
-    Raises ValueError for a kind of layer that a head cannot have.
+    given: the values of a config. theta: a missing one. Raises ValueError for a kind of layer that a head cannot have.
     """
-    if kind not in ("llama", "qwen3"):
+    if kind not in CONFIGS:
         raise ValueError(f"draft: heads with layers of kind {kind!r} are not known; 'llama' or 'qwen3'")
-    defaults: Any = LlamaConfig() if kind == "llama" else Qwen3Config()
-    given = values_of(fields)
-    values = {name: given.get(name, getattr(defaults, name)) for name in LAYER_FIELDS}
-    size, heads = values["hidden_size"], values["num_attention_heads"]
-    attention_bias, types = bool(given.get("attention_bias", False)), given.get("layer_types", [])
+    made = CONFIGS[kind](**{name: given[name] for name in LAYER_FIELDS if name in given})
+    types = given.get("layer_types", [])
+    rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
+    rope_type = rope.pop("type", "default")
+    theta = float(rope.get("rope_theta", given.get("rope_theta", theta)))
     return {
-        **values,
-        "layer": kind,
-        "head_dim": given.get("head_dim") or (size // heads if kind == "llama" else defaults.head_dim),
-        "num_key_value_heads": given.get("num_key_value_heads")
-        or (heads if kind == "llama" else defaults.num_key_value_heads),
-        "qkv_bias": bool(given.get("qkv_bias", attention_bias)),
-        "o_bias": attention_bias,
-        "mlp_bias": bool(given.get("mlp_bias", False)),
-        "num_hidden_layers": given.get("num_hidden_layers", 1),
-        "rope": rope_of(fields),
+        **{name: getattr(made, name) for name in LAYER_FIELDS},
+        "rope": {"rope_type": rope_type, **rope, "rope_theta": theta},
         **({"layer_types": tuple(types), "sliding_window": given.get("sliding_window")} if SLIDING in types else {}),
     }
-
-
-def rope_of(fields: Mapping[str, Any], default: float = 10000.0) -> dict[str, Any]:
-    """Rotary parameters in transformers' nested form, from either form. default: a missing theta."""
-    values = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    kind = values.pop("type", "default")
-    theta = values.get("rope_theta", fields.get("rope_theta"))
-    return {"rope_type": kind, **values, "rope_theta": default if theta is None else float(theta)}
 
 
 def _as_eagle(head: EagleHead) -> dict[str, Any]:
@@ -372,7 +308,7 @@ def as_speculators(
     verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
     if target is not None:
         architectures = target.config.architectures or [type(target).__name__]
-        verifier = {"name_or_path": public_name(target), "architectures": list(architectures)}
+        verifier = {"name_or_path": files.public_name(target), "architectures": list(architectures)}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..loading.files import loading
-from .files import Checkpoint, Layout, find_folder, public_name, write_head
+from .files import Checkpoint, Layout, Parts, find_folder, pieces, public_name, shapes_by_name, write_head
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
 Format = Literal["medusa", "medusa-pt", "vllm"]
@@ -113,46 +113,31 @@ class MedusaHeads(nn.Module):
         """
         folder = find_folder(path, **hub)
         with loading("draft", folder):
-            checkpoint, names = _opened(folder)
-            file, shapes = checkpoint.file, checkpoint.shapes
-            vllm = names is _VLLM
-            heads, layers = names.size(shapes)
-            if heads * layers > max(1, len(shapes)):
-                raise ValueError(
-                    f"draft: {file} counts up to {heads} heads of {layers} layers with {len(shapes)} tensors; some are missing"
-                )
-            found = checkpoint.tensors()
-            token_map = found.pop("token_map", None) if vllm else None
-            outputs = [name for name in (names.output.format(h=h, n=layers) for h in range(heads)) if name in found]
-            first = found.get(names.weight.format(h=0, l=0), torch.empty(0))
-            if target is not None:
-                size, hidden_size = output_size(target)
-            else:
-                size, hidden_size = len(found[outputs[0]]) if outputs else 0, len(first)
+            checkpoint, heads, layers = _opened(folder)
+            file, vllm, shape = checkpoint.file, checkpoint.layout is _VLLM, checkpoint.shape
+            output, first, listed = shape("output.0"), shape("weight.0.0") or (0,), shape("token_map")
+            size, hidden_size = output_size(target) if target is not None else (output[0] if output else 0, first[0])
+            token_map = checkpoint.tensors({"token_map": listed})["token_map"] if vllm and listed else None
             if token_map is not None:
                 known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
                 if not known or int(token_map.min()) < 0 or (target and int(token_map.max()) >= size):
                     raise ValueError(f"draft: {file} holds a token_map with ids that are no tokens of the target")
-                for name in outputs:  # some files keep unused rows
-                    found[name] = found[name][token_map] if len(found[name]) == size else found[name]
                 size = len(token_map)
+            own = vllm or any(shape(f"output.{h}") for h in range(heads))
+            shared = vllm and not any(shape(f"output.{h}") for h in range(1, heads))
+            bias = not vllm or any(name.endswith("bias") for name in checkpoint.shapes)
             with torch.device("meta"):
-                new = cls(
-                    hidden_size,
-                    size,
-                    heads,
-                    layers,
-                    own_output=bool(outputs) or vllm,
-                    shared_output=vllm and len(outputs) == 1,
-                    bias=not vllm or any(name.endswith("bias") for name in found),
-                )
-            there = {name: tuple(tensor.shape) for name, tensor in found.items()}
-            replace(checkpoint, shapes=there).require({name: part.shape for name, part in names.of(new).items()}, {})
-            new.to(first.dtype).to_empty(device="cpu")
+                new = cls(hidden_size, size, heads, layers, own, shared_output=shared, bias=bias, token_map=token_map)
+            expected: dict[str, Any] = shapes_by_name(dict(new.named_parameters()))
+            if token_map is not None and output:  # some files keep unused rows
+                expected["output"] = (len(new.output), output[0], hidden_size)  # type: ignore[arg-type]
+            checkpoint.require(expected, {} if token_map is None else {"token_map": token_map.shape})
+            tensors = checkpoint.tensors(expected)
+            if token_map is not None and output and output[0] != size:
+                tensors["output"] = tensors["output"][:, token_map]
+            new.to(tensors["weight"].dtype).to_empty(device="cpu")
             new.token_map = token_map
-            with torch.no_grad():
-                for name, part in names.of(new).items():
-                    part.copy_(found[name])
+            new.load_state_dict(tensors, strict=False)
             return new
 
     def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
@@ -182,9 +167,7 @@ class MedusaHeads(nn.Module):
                 "medusa_fc_bias": self.bias is not None,
                 "dtype": str(self.weight.dtype).removeprefix("torch."),
             }
-            tensors = _VLLM.of(heads)
-            if self.token_map is not None:
-                tensors["token_map"] = self.token_map
+            layout = _VLLM
         else:
             if self.token_map is not None or self.bias is None:
                 raise ValueError(f"format: {format!r} supports no token_map and no blocks without bias; use 'vllm'")
@@ -194,9 +177,14 @@ class MedusaHeads(nn.Module):
                 "base_model_name_or_path": base,
                 **({"version": "2"} if heads.output is None else {}),
             }
-            tensors = _MEDUSA.of(heads)
+            layout = _of_authors("", self.layers)
+        held = dict(heads.named_parameters())
+        if heads.output is not None and format != "vllm":
+            held["output"] = heads.output.expand(heads.heads, -1, -1)  # type: ignore[assignment]
+        if heads.token_map is not None:
+            held["token_map"] = heads.token_map  # type: ignore[assignment]
         file = {"vllm": "model.safetensors", "medusa-pt": "medusa_lm_head.pt"}.get(format, "medusa_lm_head.safetensors")
-        write_head(folder, config, tensors, file)
+        write_head(folder, config, pieces(layout, held), file)
 
     def _with_output(self, target: PreTrainedModel | None) -> MedusaHeads:
         """The same heads with a copy of the target's output, one for all of them."""
@@ -210,49 +198,34 @@ class MedusaHeads(nn.Module):
         return other
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The tensor names of a format. h: head, l: layer, n: number of layers."""
-
-    weight: str
-    bias: str
-    output: str
-    repeats: bool  # a shared output is stored once per head
-
-    def of(self, heads: MedusaHeads) -> dict[str, torch.Tensor]:
-        """All tensors by name, as views."""
-        found = {}
-        for h in range(heads.heads):
-            for l in range(heads.layers):
-                found[self.weight.format(h=h, l=l)] = heads.weight[l, h]
-                if heads.bias is not None:
-                    found[self.bias.format(h=h, l=l)] = heads.bias[l, h]
-        if heads.output is not None:
-            count = heads.heads if self.repeats else len(heads.output)
-            for h, matrix in enumerate(heads.output.expand(count, -1, -1)):
-                found[self.output.format(h=h, n=heads.layers)] = matrix
-        return found
-
-    def size(self, names: Iterable[str]) -> tuple[int, int]:
-        """Numbers of heads and layers, from the largest indices in these names."""
-        pattern = re.escape(self.weight).replace(r"\{h\}", r"(\d+)").replace(r"\{l\}", r"(\d+)")
-        places = [match.groups() for name in names if (match := re.fullmatch(pattern, name))]
-        heads, layers = ({int(place[i]) for place in places} for i in (0, 1))
-        return max(heads, default=0) + 1, max(layers, default=0) + 1
+def _split(name: str, shape: tuple[int, ...]) -> Parts:
+    """`weight.{layer}.{head}`, `bias.{layer}.{head}` and `output.{head}` of the tensors of `MedusaHeads`."""
+    places = {"weight": shape[:2], "bias": shape[:2], "output": shape[:1]}.get(name, ())
+    return {".".join((name, *map(str, place))): shape[len(places) :] for place in product(*map(range, places))}
 
 
-_MEDUSA = _Names("{h}.{l}.linear.weight", "{h}.{l}.linear.bias", "{h}.{n}.weight", repeats=True)
-_VLLM = _Names("blocks.{h}.layers.{l}.weight", "blocks.{h}.layers.{l}.bias", "lm_heads.{h}.weight", repeats=False)
-_LAYOUTS = (
-    ("blocks.", Layout("Medusa heads for vLLM"), _VLLM),
-    (
-        "medusa_head.",
-        Layout("Medusa-2 heads beside their model", ((r"medusa_head\.", ""),), (r"(?!medusa_head\.).*",)),
-        _MEDUSA,
-    ),
-    ("", Layout("Medusa heads of their authors"), _MEDUSA),
+def _of_authors(begin: str, layers: int) -> Layout:
+    """begin: of all names. layers: of each head."""
+    names = (
+        (r"(weight|bias)\.(\d+)\.(\d+)", rf"{begin}\3.\2.linear.\1"),
+        (r"output\.(\d+)", rf"{begin}\1.{layers}.weight"),
+    )
+    if begin:
+        return Layout("Medusa-2 heads beside their model", names, (rf"(?!{re.escape(begin)}).*",), _split)
+    return Layout("Medusa heads of their authors", names, split=_split)
+
+
+_VLLM = Layout(
+    "Medusa heads for vLLM",
+    ((r"(weight|bias)\.(\d+)\.(\d+)", r"blocks.\3.layers.\2.\1"), (r"output\.(\d+)", r"lm_heads.\1.weight")),
+    split=_split,
 )
-"""What one of the names begins with, and how the others are read."""
+_COUNTED = {
+    r"blocks\.(\d+)\.layers\.(\d+)\.weight": None,
+    r"medusa_head\.(\d+)\.(\d+)\.linear\.weight": "medusa_head.",
+    r"(\d+)\.(\d+)\.linear\.weight": "",
+}
+"""Names with the numbers of a head and a layer, and what all names of the authors' layouts begin with; None for vLLM's."""
 
 
 def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> int:
@@ -261,8 +234,8 @@ def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> int
 
     Raises ValueError if the heads were made for a target of another width.
     """
-    found, names = _opened(find_folder(path, **hub))
-    first, (_, width) = found.shapes.get(names.weight.format(h=0, l=0)), output_size(target)
+    found, _, _ = _opened(find_folder(path, **hub))
+    first, (_, width) = found.shape("weight.0.0"), output_size(target)
     if first is not None and first[-1] != width:
         raise ValueError(
             f"draft: {found.file} was made for hidden states of width {first[-1]}; the target's have {width}"
@@ -270,15 +243,21 @@ def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> int
     return found.numbers
 
 
-def _opened(folder: Path) -> tuple[Checkpoint, _Names]:
-    """The checkpoint of heads, without the tensors of a model beside them, and how its format names tensors."""
+def _opened(folder: Path) -> tuple[Checkpoint, int, int]:
+    """The checkpoint of heads in its layout, and their number and that of their layers, from the largest indices in names.
+    Raises ValueError for more than there are tensors."""
     found = Checkpoint.open(folder, FILES, needs_config=False)
-    layout, names = next(
-        (layout, names)
-        for mark, layout, names in _LAYOUTS
-        if any(name.startswith(mark) for name in found.shapes or [""])
-    )
-    return found.under(layout), names
+    named = {begin: [re.fullmatch(pattern, name) for name in found.shapes] for pattern, begin in _COUNTED.items()}
+    begin = next((begin for begin, matches in named.items() if any(matches)), "")
+    places = [match.groups() for match in named[begin] if match]
+    heads, layers = (max((int(place[at]) for place in places), default=0) + 1 for at in (0, 1))
+    found = found.under(_VLLM if begin is None else _of_authors(begin, layers))
+    if heads * layers > max(1, len(found.shapes)):
+        raise ValueError(
+            f"draft: {found.file} counts up to {heads} heads of {layers} layers with {len(found.shapes)} tensors; some are "
+            "missing"
+        )
+    return found, heads, layers
 
 
 def output_size(target: PreTrainedModel) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from ..engine.needs import find_final_norm
 from ..engine.parts import find_layers, unwrapped
 from ..engine.traits import Traits
 from .base import Head
-from .files import require_tensors
+from .files import require_tensors, shapes_by_name
 from .mtp_formats import read_mtp, write_mtp
 
 _NORMS = ("embed_norm", "hidden_norm", "end_norm")
@@ -100,7 +100,7 @@ class MTPHead(Head):
         lacks_end = bool(norm.state_dict()) and not any(name.startswith("end_norm.") for name in tensors)
         for name in _NORMS:
             setattr(self, name, nn.Identity() if name == "end_norm" and lacks_end else copy.deepcopy(norm))
-        require_tensors(_shapes_by_name(tensors), _shapes_by_name(self.tensors()), self.title)
+        require_tensors(shapes_by_name(tensors), shapes_by_name(self.tensors()), self.title)
         own = {"fc.weight" if name == "fuse.weight" else name: tensor for name, tensor in tensors.items()}
         self.load_state_dict(own, assign=True)
         if any(buffer.is_meta for buffer in self.buffers()) and not self.fc.weight.is_meta:
@@ -315,14 +315,10 @@ def _built(kind: Any, *args: Any) -> nn.Module:
     return made
 
 
-def _shapes_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
 def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A module of the layer that is of the same class and size as the target's final norm."""
     for module in layer.modules():
-        if type(module) is type(norm) and _shapes_by_name(module.state_dict()) == _shapes_by_name(norm.state_dict()):
+        if type(module) is type(norm) and shapes_by_name(module.state_dict()) == shapes_by_name(norm.state_dict()):
             return module
     raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")
 

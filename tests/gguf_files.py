@@ -96,6 +96,20 @@ QWEN = {  # conversion/qwen.py and gguf-py's tensor names, read in November 2026
     "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    # of GLM, by conversion/glm.py and deepseek.py
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mlp.shared_experts.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")},
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+    "eh_proj": "nextn.eh_proj",
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "shared_head.norm": "nextn.shared_head_norm",
     "mtp.fc": "nextn.eh_proj",
     "mtp.pre_fc_norm_embedding": "nextn.enorm",
     "mtp.pre_fc_norm_hidden": "nextn.hnorm",
@@ -103,37 +117,41 @@ QWEN = {  # conversion/qwen.py and gguf-py's tensor names, read in November 2026
 }
 
 
-def add_qwen(writer: Any, tensors: dict[str, torch.Tensor], layers: int, kind: str = "F32") -> None:
-    """Tensors of a Qwen checkpoint, as llama.cpp stores them. layers: of the target. kind: of wide matrices."""
+def add_qwen(
+    writer: Any, tensors: dict[str, torch.Tensor], layers: int, kind: str = "F32", model: str = "qwen35"
+) -> None:
+    """Tensors of a Qwen or GLM checkpoint, as llama.cpp stores them. layers: of the target. kind: of wide matrices. model: the
+    architecture."""
     import gguf
 
     for name, tensor in tensors.items():
         in_layer = re.match(r"(model|mtp)\.layers\.(\d+)\.(.*)", name)
         of_mtp = name.startswith("mtp.")
         block = layers * of_mtp + int(in_layer[2] if in_layer else 0)
-        stem = (in_layer[3] if in_layer else name).removesuffix(".weight")
-        place = (f"blk.{block}." if in_layer or of_mtp else "") + QWEN[stem]
+        stem = (in_layer[3] if in_layer else name).removesuffix(".weight").removesuffix(".bias")
+        own = "ffn_norm" if model == "deepseek2" and stem == "post_attention_layernorm" else QWEN[stem]
+        place = (f"blk.{block}." if in_layer or of_mtp else "") + own
         values = tensor.float()
         if stem.endswith("A_log"):
             values = -values.exp()
-        if "norm" in stem and stem != "linear_attn.norm":
+        if "norm" in stem and stem != "linear_attn.norm" and model.startswith("qwen"):
             values = values + 1
         values = values.squeeze().contiguous()
         stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else "F32"]
-        ending = "" if stem.endswith(("A_log", "dt_bias")) else ".weight"
+        ending = "" if stem.endswith(("A_log", "_bias")) else ".bias" if name.endswith(".bias") else ".weight"
         writer.add_tensor(place + ending, gguf.quants.quantize(values.numpy(), stored), raw_dtype=stored)
 
 
 def write_tensors(
     file: Path, tensors: dict[str, torch.Tensor], layers: int, announced: int = 1, kind: str = "qwen35", **more: Any
 ) -> Path:
-    """A GGUF file with these tensors of a Qwen checkpoint alone, and `more` under llama.cpp's names."""
+    """A GGUF file with these tensors of a checkpoint alone, and `more` under llama.cpp's names."""
     import gguf
 
     writer: Any = gguf.GGUFWriter(file, kind)
     if announced:
         writer.add_nextn_predict_layers(announced)
-    add_qwen(writer, tensors, layers)
+    add_qwen(writer, tensors, layers, model=kind)
     for name, tensor in more.items():
         writer.add_tensor(name, tensor.float().numpy())
     return _finished(writer, file)

@@ -741,23 +741,37 @@ def test_the_headers_of_a_hub_id_follow_the_index(tmp_path, monkeypatch):
         index.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5 experts", "qwen3_next"])
+GGUF = {
+    "qwen3_5": "qwen35",
+    "qwen3_5 experts": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+}
+
+
+@pytest.mark.parametrize("family", GGUF)
 def test_gguf_files(family, tmp_path):
-    """llama.cpp's names and changes: 1 added to norms, gate and up of stacked experts apart, a gate of one row as a vector."""
+    """llama.cpp's names and changes: 1 added to Qwen's norms, gate and up of stacked experts apart, one row as a vector,
+    keys and values of latent attention apart and by heads, with the keys transposed."""
     pytest.importorskip("gguf")
     from gguf_files import write_tensors
 
-    config, expected = config_of(family), made(family)
+    config, expected, kind = config_of(family), made(family), GGUF[family]
     config.dtype = torch.bfloat16
     tensors = {}
     for name, tensor in stored(family, expected, stacked=True).items():
         if name.endswith("experts.gate_up_proj"):
             halves = zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True)
             tensors |= {name.replace("gate_up_proj", half): part for half, part in halves}
+        elif name.endswith("kv_b_proj.weight"):
+            keys, values = tensor.view(4, 16, 16).split(8, 1)
+            tensors[name.replace("kv_b", "k_b")] = keys.transpose(1, 2)
+            tensors[name.replace("kv_b", "v_b")] = values
         else:
             tensors[name] = tensor
     copies = {"blk.4.nextn.embed_tokens.weight": noise(40, H), "blk.3.attn_norm.weight": noise(H)}
-    file = write_tensors(tmp_path / "mtp.gguf", tensors, 4, **copies)
+    file = write_tensors(tmp_path / "mtp.gguf", tensors, 4, kind=kind, **copies)
     for path in (file, tmp_path):  # a folder whose only model it is
         [layer] = read_mtp(path, config)
         assert layer.keys() == expected.keys()
@@ -765,17 +779,19 @@ def test_gguf_files(family, tmp_path):
             assert torch.allclose(layer[name].float(), tensor.float(), atol=1e-6), name
     assert stored_mtp(file, config) == (1, sum(tensor.numel() for tensor in tensors.values()))
     assert why_no_mtp(file, config) is None
-    less = {name: tensor for name, tensor in tensors.items() if name != "mtp.norm.weight"}
+    less = {
+        name: tensor for name, tensor in tensors.items() if not name.endswith(("mtp.norm.weight", "d_head.norm.weight"))
+    }
     for how, said in (
-        ({"tensors": less}, "lacks tensor mtp.norm.weight"),
-        ({"blk.4.attn_sinks.weight": noise(4)}, "unknown tensor mtp.layers.0.attn_sinks.weight"),
-        ({"kind": "glm4moe"}, "are read of qwen35, qwen35moe, qwen3next, not of glm4moe"),
+        ({"tensors": less}, "lacks tensor blk.4.nextn.shared_head_norm.weight"),
+        ({"blk.4.attn_sinks.weight": noise(4)}, "unknown tensor blk.4.attn_sinks.weight"),
+        ({"kind": "glm-dsa"}, f"for targets of the same kind, not of glm-dsa for {config.model_type}"),
         ({"tensors": {}}, "announces 1 MTP layer"),
         ({"tensors": {}, "announced": 0}, "holds no MTP layers"),
-        ({"announced": 2}, "lacks tensor mtp.layers.1."),
+        ({"announced": 2}, "lacks tensor blk.5."),
     ):
         with pytest.raises(ValueError, match=rf"^draft: .*mtp\.gguf.* {re.escape(said)}"):
-            read_mtp(write_tensors(file, **{"tensors": tensors, "layers": 4} | how), config)
+            read_mtp(write_tensors(file, **{"tensors": tensors, "layers": 4, "kind": kind} | how), config)
         assert why_no_mtp(file, config) == "" if "no MTP" in said else said in why_no_mtp(file, config)
 
 

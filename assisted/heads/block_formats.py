@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .block import BlockHead
 from .block_config import BlockConfig
 from .eagle_config import FULL, SLIDING
-from .eagle_formats import PAST, as_speculators, checked_values, layer_of
+from .eagle_formats import PAST, as_speculators, checked_values, dtype_of, layer_of, verifier_of, written_layer
 from .files import Checkpoint, Layout, agreed, load_head, refuse, require_head, tensors_of, write_head
 
 __all__ = ["is_block", "load_block", "require_block", "save_block"]
@@ -116,10 +116,11 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
         **{names[0]: getattr(config, field) for field, names in _KEYS.items()},
         "aux_hidden_state_layer_ids": list(config.taps),
         "sliding_window_non_causal": not config.sliding_causal,
+        "dtype": dtype_of(head),
     }
-    layer = {"model_type": "qwen3", "attention_bias": config.bias}
+    layer = written_layer(head, model_type="qwen3", attention_bias=config.bias)
     architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}.get(kind, "DFlash2DraftModel")
-    fields = as_speculators(head, kind, architecture, fields, layer, config.drafts, target)
+    fields = as_speculators(kind, architecture, fields, layer, config.drafts, verifier_of(target))
     write_head(folder, fields, tensors_of(head))
 
 

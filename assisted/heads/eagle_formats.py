@@ -256,7 +256,7 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         # flat, for EAGLE's own code; transformers reads both forms
         "rope_theta": config.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "torch_dtype": dtype_of(head),
     }
     if config.version == 1:
         return {**fields, "bias": config.fc_bias}
@@ -286,29 +286,36 @@ def _of_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
         _TAPS: list(config.taps),
         "embed_requires_grad": parallel,
         "tie_word_embeddings": False,
+        "dtype": dtype_of(head),
     }
-    layer = {"model_type": config.layer, "attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    layer = written_layer(head, model_type=config.layer, attention_bias=config.o_bias, mlp_bias=config.mlp_bias)
     kind, architecture = ("peagle", "PEagleSpeculator") if parallel else ("eagle3", "Eagle3DraftModel")
     tokens = config.parallel_tokens if parallel else 3
-    return as_speculators(head, kind, architecture, fields, layer, tokens, target)
+    return as_speculators(kind, architecture, fields, layer, tokens, verifier_of(target))
+
+
+def written_layer(head: StateHead, **fields: Any) -> dict[str, Any]:
+    """The config of a head's layers in speculators' format. fields: others."""
+    own = {**_layer_fields(head.config), **fields}
+    return {**own, "rope_parameters": dict(head.config.rope), "tie_word_embeddings": False}
+
+
+def verifier_of(target: PreTrainedModel | None) -> dict[str, Any]:
+    """The target of a head, in speculators' format."""
+    architectures = [] if target is None else target.config.architectures or [type(target).__name__]
+    return {"name_or_path": files.public_name(target), "architectures": list(architectures)}
 
 
 def as_speculators(
-    head: StateHead,
     kind: str,
     architecture: str,
     fields: Mapping[str, Any],
-    layer: Mapping[str, Any],
+    layer: dict[str, Any],
     tokens: int,
-    target: PreTrainedModel | None,
+    verifier: dict[str, Any],
 ) -> dict[str, Any]:
-    """config.json of speculators' format. kind, architecture: there. fields, layer: what is written besides, of the head and of
-    its layers. tokens: of a draft. target: whose name is stored, and with it how engines are to draft."""
-    config = head.config
-    verifier: dict[str, Any] = {"name_or_path": None, "architectures": []}
-    if target is not None:
-        architectures = target.config.architectures or [type(target).__name__]
-        verifier = {"name_or_path": files.public_name(target), "architectures": list(architectures)}
+    """config.json of speculators' format. kind, architecture: there. fields: of the head. layer: the config of its layers.
+    tokens: of a draft. verifier: the target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -319,14 +326,8 @@ def as_speculators(
         "architectures": [architecture],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
-        "dtype": str(head.dtype).removeprefix("torch."),
         **fields,
-        "transformer_layer_config": {
-            **_layer_fields(config),
-            **layer,
-            "rope_parameters": dict(config.rope),
-            "tie_word_embeddings": False,
-        },
+        "transformer_layer_config": layer,
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
@@ -334,6 +335,11 @@ def as_speculators(
             "verifier": verifier,
         },
     }
+
+
+def dtype_of(head: StateHead) -> str:
+    """As configs have it."""
+    return str(head.dtype).removeprefix("torch.")
 
 
 def _layer_fields(config: HeadConfig) -> dict[str, Any]:

@@ -12,15 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
@@ -28,16 +26,15 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .. import zoo
 from ..loading import gguf
-from ..loading.expanded import Group, expand, grouped, is_as_it_is, is_known
-from ..loading.files import UNLISTED, fields_of, files_by_tensor, headers, loading, local_folder, stored_in, write_json
-from .files import find_folder, require_tensors
-from .mtp_layouts import BUILT_AS, FAMILIES, GGUF_COPIES, GGUF_KINDS, GGUF_NAMES, REFUSED, SPECULATORS, Layout
+from ..loading.expanded import grouped
+from ..loading.files import UNLISTED, fields_of, files_by_tensor, headers, loading, local_folder, shapes_of, write_json
+from .eagle_formats import as_speculators
+from .files import Checkpoint, Parts, find_folder, pieces, refuse
+from .mtp_layouts import BUILT_AS, FAMILIES, GGUF, GGUF_KINDS, REFUSED, SPECULATORS, MTPLayout
 
 __all__ = ["common_names", "is_mtp", "read_mtp", "stored_mtp", "why_no_mtp", "write_mtp", "written_names"]
 
-_PACKED = re.compile(r"packed|qweight|qzeros|g_idx|absmax|scale|\.biases$")
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
-_FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of a config that tell how many MTP layers its checkpoint has."""
 _MOST = 64  # layers that a config may announce
@@ -45,22 +42,6 @@ _ORIGINAL = (
     "Quantized and re-packed copies often lack them or pack them differently; name the original repository: "
     'draft="mtp:ORIGINAL_ID"'
 )
-
-Shapes = dict[str, tuple[int, ...]]
-Wanted = dict[str, tuple[tuple[int, ...], Shapes]]
-"""Of each of our tensors: its shape, and the parts of it that a checkpoint stores."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The MTP layers of a checkpoint: their layout and number, and of each of their tensors its shape."""
-
-    where: str | Path
-    layout: Layout
-    number: int
-    shapes: Shapes
-    method: Mapping[str, Any] = field(default_factory=dict)  # the quantization_config
-    read: Any = None  # gives a tensor by its name; None where only headers are read
 
 
 def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dict[str, Tensor]]:
@@ -77,25 +58,13 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
     Raises ValueError for a checkpoint without MTP tensors or with some that are not supported, and for a missing, unknown or
     misshapen tensor, with its name.
     """
-    with ExitStack() as stack:
-        file = gguf.file_of(path)
-        found = _in_folder(path, config, stack, hub) if file is None else _in_gguf(file, config)
-        stack.enter_context(loading("draft", found.where))
-        wanted, groups = _checked(found, config)
-
-        def read(name: str, shape: tuple[int, ...]) -> Tensor:
-            parts = {role: found.read(stored) for role, stored in groups[name].items()}
-            try:
-                return expand(name, parts, shape, found.method, config.dtype or torch.bfloat16)
-            except ValueError as error:
-                raise ValueError(f"draft: {found.where}: {error}. {_ORIGINAL}") from error
-
-        layers = [
-            {name: _joined([read(*part) for part in parts.items()], shape) for name, (shape, parts) in ours.items()}
-            for ours in wanted
-        ]
-    for layer in layers:
-        layer["fuse.weight"] = _embedding_first(found.layout, layer["fuse.weight"])
+    found, number, expected = _checked(path, config, hub)
+    with loading("draft", found.folder):
+        tensors = found.tensors(expected, config.dtype or torch.bfloat16)
+    layers: list[dict[str, Tensor]] = [{} for _ in range(number)]
+    for name, tensor in tensors.items():
+        k, _, own = name.partition(".")
+        layers[int(k)][own] = _embedding_first(found.layout, tensor) if own == "fuse.weight" else tensor
     return layers
 
 
@@ -106,43 +75,25 @@ def stored_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> tuple[
     path, config, hub: as for `read_mtp`. Raises ValueError where that does because of names and shapes, and OSError for an
     unknown Hub id.
     """
-    file = gguf.file_of(path)
-    if file is not None:
-        found = _in_gguf(file, config)
-    else:
-        folder, given = find_folder(path, ["config.json"], **hub), zoo.resolve(str(path))
-        tensors = headers(given, str(path), "draft", hub)
-        with loading("draft", given):
-            layout, number, names = _require_mtp(folder, _fields(folder), tensors, config)
-        found = _Found(given, layout, number, {name: tuple(tensors[name].shape) for name in names})
-    with loading("draft", found.where):
-        wanted, _ = _checked(found, config)
-    parts = {name: prod(shape) for ours in wanted for _, parts in ours.values() for name, shape in parts.items()}
-    return found.number, sum(parts.values())
+    found, number, expected = _checked(path, config, hub, headers_only=True)
+    return number, sum(map(prod, found.layout.all_parts(expected).values()))
 
 
 def why_no_mtp(path: str | Path, config: PreTrainedConfig) -> str | None:
     """Why the MTP layers of a checkpoint cannot be used, from its index and headers: None if they can be, and "" if nothing
     points to any. path: a folder, a GGUF file, a `zoo:` name, or a Hub id, of which only the local copy is read. config: the
     target's text config."""
-    file, folder = gguf.file_of(path), local_folder(zoo.resolve(str(path)))
+    given = gguf.file_of(path) or local_folder(zoo.resolve(str(path)))
     try:
-        if file is not None:
-            return None if _checked(_in_gguf(file, config), config) else ""
-        if folder is None:
-            return ""
-        files = files_by_tensor(folder)
-        layout, number, names = _require_mtp(folder, _fields(folder), files, config)
-        wanted = {folder / files[name] for name in names}
-        if missing := sorted(place.name for place in wanted if not place.is_file()):
-            return None if folder.parent.name == "snapshots" else f"{missing[0]} is missing in {folder}"
-        stored = {name: tuple(t.shape) for place in wanted for name, t in stored_in(place).items() if name in names}
-        _checked(_Found(folder, layout, number, stored), config)
+        if given is not None:
+            _checked(given, config, {})
+        return None if given is not None else ""
     except NoMTPLayers:
         return ""
+    except FileNotFoundError as error:  # what the Hub's cache lacks is downloaded
+        return None if given and given.parent.name == "snapshots" else str(error).removeprefix("draft: ")
     except ValueError as error:
         return str(error).removeprefix("draft: ")
-    return None
 
 
 def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, folder: str | Path) -> None:
@@ -156,8 +107,7 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
     Raises ValueError for a tensor that the format has no name for, for one that it requires, and for different ones where the
     format has one for all layers.
     """
-    layout, folder = FAMILIES.get(config.model_type, SPECULATORS), Path(folder)
-    required = written_names(config)
+    layout, required, folder = _family(config), written_names(config), Path(folder)
     held: dict[str, Tensor] = {}
     for k, tensors in enumerate(layers):
         given = {name for name in tensors if not name.startswith("layer.")}
@@ -166,39 +116,37 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
                 f"tensors: the format of {config.model_type} has {', '.join(sorted(required))} and layer.*; got "
                 f"{', '.join(sorted(given))} and layer.*"
             )
-        for name, tensor in tensors.items():
-            if name == "fuse.weight":
-                tensor = _embedding_first(layout, tensor)
-            parts = layout.parts(name, tuple(tensor.shape), k, config.num_hidden_layers, layout.stacked)
-            pieces = tensor.detach().cpu().reshape(len(parts), *next(iter(parts.values()))).unbind()
-            for part, piece in zip(parts, pieces, strict=True):
-                if not torch.equal(held.setdefault(part, piece.clone(memory_format=torch.contiguous_format)), piece):
-                    raise ValueError(
-                        f"tensors: the format of {config.model_type} has one {part} for all MTP layers; layer {k + 1} has "
-                        "another"
-                    )
+        own = {
+            f"{k}.{name}": _embedding_first(layout, t) if name == "fuse.weight" else t for name, t in tensors.items()
+        }
+        for part, piece in pieces(layout, own).items():
+            piece = piece.cpu().clone(memory_format=torch.contiguous_format)
+            if not torch.equal(held.setdefault(part, piece), piece):
+                raise ValueError(
+                    f"tensors: the format of {config.model_type} has one {part} for all MTP layers; layer {k + 1} has another"
+                )
     fields = json.loads(config.to_json_string())
     fields |= dict.fromkeys(fields.keys() & {*COUNTS}, len(layers))
     for name in ("architectures", "auto_map", "quantization_config"):
         fields.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(
-        folder / "config.json", _as_speculators(fields, config, len(layers)) if layout is SPECULATORS else fields
-    )
+    if config.model_type not in FAMILIES:
+        own = {"num_nextn_predict_layers": len(layers), "tie_word_embeddings": False}
+        verifier = {"name_or_path": None, "architectures": list(config.architectures or [])}
+        fields = as_speculators("mtp", "MTPDraftModel", own, fields, 3, verifier)
+    write_json(folder / "config.json", fields)
     save_file(held, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
 
 def written_names(config: PreTrainedConfig) -> set[str]:
     """The tensors that `write_mtp` takes besides `layer.*`. config: the target's text config."""
-    layout = FAMILIES.get(config.model_type, SPECULATORS)
-    return {f"{name}.weight" for name in _FIXED if getattr(layout, name)}
+    return {f"{name}.weight" for name in _family(config).fixed}
 
 
 def common_names(config: PreTrainedConfig) -> set[str]:
     """The norms and the fusion, by their names here without `.weight`, that all MTP layers of the target's family share."""
-    layout = FAMILIES.get(config.model_type, SPECULATORS)
-    parts = [name for name in _FIXED if getattr(layout, name)]
-    return {name for name in parts if layout.stored(f"{name}.weight", 0, 1) == layout.stored(f"{name}.weight", 1, 1)}
+    layout = _family(config)
+    return {name for name in layout.fixed if layout.stored(f"0.{name}.weight") == layout.stored(f"1.{name}.weight")}
 
 
 def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
@@ -217,8 +165,43 @@ class NoMTPLayers(ValueError):
     """A checkpoint without any sign of MTP layers."""
 
 
-def _in_folder(path: str | Path, config: PreTrainedConfig, stack: ExitStack, hub: Mapping[str, Any]) -> _Found:
-    """The MTP layers in safetensors files, which the stack opens. Raises ValueError if there are none."""
+def _family(config: PreTrainedConfig) -> MTPLayout:
+    """The layout in which MTP layers of a target are written."""
+    return replace(FAMILIES.get(config.model_type, SPECULATORS), layers=config.num_hidden_layers)
+
+
+def _checked(
+    path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any], headers_only: bool = False
+) -> tuple[Checkpoint, int, Parts]:
+    """The checkpoint with the tensors of its MTP layers alone, their number, and our tensors, of the kind of decoder layer that
+    fits best. headers_only: of a Hub id, no weights are downloaded. Raises ValueError where `read_mtp` does."""
+    file = gguf.file_of(path)
+    if file is not None:
+        found, number = _in_gguf(file, config)
+    elif headers_only and not Path(zoo.resolve(str(path))).is_dir():
+        folder, tensors = find_folder(path, ["config.json"], **hub), headers(str(path), str(path), "draft", hub)
+        with loading("draft", path):
+            layout, number, names = _require_mtp(folder, _fields(folder), tensors, config)
+        shapes = {name: tuple(tensors[name].shape) for name in names}
+        found = Checkpoint(Path(path), {}, shapes, {}, layout, advice=f". {_ORIGINAL}")
+    else:
+        found, number = _in_folder(path, config, hub)
+    with loading("draft", found.folder):
+        layout, stored, kinds = found.layout, grouped(found.shapes).keys(), _kinds_of_layers(config)
+        expected: Parts = {}
+        for k in range(number):
+            sizes = dict.fromkeys(layout.fixed, (config.hidden_size,)) | {
+                "fuse": (config.hidden_size, 2 * config.hidden_size)
+            }
+            of_kinds = [{f"{k}.{name}": size for name, size in kind.items()} for kind in kinds]
+            expected |= {f"{k}.{name}.weight": size for name, size in sizes.items()}
+            expected |= min(of_kinds, key=lambda kind: len(layout.all_parts(kind).keys() ^ stored))
+        found.require(expected)
+    return found, number, expected
+
+
+def _in_folder(path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any]) -> tuple[Checkpoint, int]:
+    """The MTP layers in safetensors files. Raises ValueError if there are none, FileNotFoundError for a missing file."""
     for patterns in (["config.json", SAFE_WEIGHTS_INDEX_NAME], [*UNLISTED], ["config.json", SAFE_WEIGHTS_NAME]):
         folder = find_folder(path, patterns, **hub)
         with loading("draft", folder):
@@ -230,43 +213,39 @@ def _in_folder(path: str | Path, config: PreTrainedConfig, stack: ExitStack, hub
     needed = sorted({files[name] for name in names})
     find_folder(path, needed, **hub)
     with loading("draft", folder):
-        opened = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in needed}
-        shapes = {name: tuple(opened[files[name]].get_slice(name).get_shape()) for name in names}
-    method = fields.get("quantization_config") or {}
-    return _Found(folder, layout, number, shapes, method, lambda name: opened[files[name]].get_tensor(name))
+        if missing := [file for file in needed if not (folder / file).is_file()]:
+            raise FileNotFoundError(f"draft: {missing[0]} is missing in {folder}")
+        held = {file: shapes_of(folder / file) for file in needed}
+        shapes = {name: held[files[name]][name] for name in names}
+    places = {name: folder / files[name] for name in names}
+    return Checkpoint(folder, fields, shapes, places, layout, advice=f". {_ORIGINAL}"), number
 
 
-def _in_gguf(file: Path, config: PreTrainedConfig) -> _Found:
-    """The MTP layers in a GGUF file, under Qwen's names. Raises ValueError if there are none, or none that are supported."""
+def _in_gguf(file: Path, config: PreTrainedConfig) -> tuple[Checkpoint, int]:
+    """The MTP layers in a GGUF file. Raises ValueError if there are none, or none that are supported."""
     kind, announced, held = gguf.stored(file)
-    places: dict[str, list[gguf.Stored]] = {}
-    for leaf in (*GGUF_NAMES, None):  # gates before what is up; then tensors without a name here
-        for name, tensor in held.items():
-            match = re.fullmatch(r"blk\.(\d+)\.(.+?)(\.weight)?", name)
-            if match and (leaf == match[2] if leaf else match[2] not in (*GGUF_NAMES, *GGUF_COPIES)):
-                ours = GGUF_NAMES.get(match[2], "layers.{k}." + match[2])
-                ours += "" if ".experts." in ours else ".weight"
-                if (k := int(match[1]) - config.num_hidden_layers) >= 0:
-                    places.setdefault(f"mtp.{ours}".format(k=k), []).append(tensor)
-    if places and (kind not in GGUF_KINDS or config.model_type not in GGUF_KINDS.values()):
+    layers = config.num_hidden_layers
+    held = {n: t for n, t in held.items() if (m := re.match(r"blk\.(\d+)\.", n)) and int(m[1]) >= layers}
+    if held and GGUF_KINDS.get(kind) != config.model_type:
         raise ValueError(
-            f"draft: {file}: MTP layers in GGUF files are read of {', '.join(GGUF_KINDS)}, not of {kind}. {_ORIGINAL}"
+            f"draft: {file}: MTP layers in GGUF files are read of {', '.join(GGUF_KINDS)}, for targets of the same kind, not "
+            f"of {kind} for {config.model_type}. {_ORIGINAL}"
         )
-    layout, number, names = _require_mtp(file, {COUNTS[0]: announced}, places, config)
-
-    def shape(name: str) -> tuple[int, ...]:
-        first = places[name][0].shape
-        if len(first) == 1:
-            return first if "norm" in name else (1, *first)
-        return (*first[:-2], first[-2] * len(places[name]), first[-1])
+    number = max([announced, *(int(name.split(".")[1]) - layers + 1 for name in held)])
+    layout = replace(GGUF, layers=layers, named=gguf.naming(kind, layers + number) if held else str, config=config)
+    copies = {layout.placed(name, k) for k in range(number) for name in layout.copies}
+    _require_any(file, {COUNTS[0]: announced}, held, config)
 
     def read(name: str) -> Tensor:
-        parts = [torch.from_numpy(tensor.numbers()) for tensor in places[name]]
-        if "norm" in name:
-            return parts[0] - 1
-        return torch.cat(parts, -2 if len(parts) > 1 else 0).reshape(shape(name)).to(config.dtype or torch.bfloat16)
+        numbers = torch.from_numpy(held[name].numbers())
+        if "norm" in name or name.endswith(".bias"):
+            return numbers - int("norm" in name and kind.startswith("qwen"))  # 1 is added to Qwen's
+        numbers = numbers.mT if name.endswith(".attn_k_b.weight") else numbers
+        return numbers.to(config.dtype or torch.bfloat16)
 
-    return _Found(file, layout, number, {name: shape(name) for name in names}, {}, read)
+    shapes = {name: tensor.shape for name, tensor in held.items() if name not in copies}
+    shapes |= {n: (s[0], s[2], s[1]) for n, s in shapes.items() if n.endswith(".attn_k_b.weight")}
+    return Checkpoint(file, {}, shapes, {}, layout, read, f". {_ORIGINAL}"), number
 
 
 def _fields(folder: Path) -> dict[str, Any]:
@@ -285,46 +264,31 @@ def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
 
 def _require_mtp(
     where: Path, fields: Mapping[str, Any], names: Iterable[str], config: PreTrainedConfig
-) -> tuple[Layout, int, list[str]]:
+) -> tuple[MTPLayout, int, list[str]]:
     """`_located`. Raises ValueError if there are no MTP layers, or none that are supported."""
-    for kind, pattern, said in REFUSED:
-        if config.model_type.startswith(kind) and any(re.match(pattern, name) for name in names):
-            raise ValueError(f"draft: {where}: {said}")
+    refuse(where, [f"{config.model_type} {name}" for name in names], REFUSED)
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise ValueError(f"draft: {where}: MTP layers with an embedding of their own are not supported")
     layout, number, own = _located(fields, names, config.model_type, config.num_hidden_layers)
-    if layout is not None and own:
-        return layout, number, own
+    _require_any(where, fields if layout else {}, own, config)
+    return layout or SPECULATORS, number, own
+
+
+def _require_any(where: Path, fields: Mapping[str, Any], own: Iterable[str], config: PreTrainedConfig) -> None:
+    """Raise ValueError if there are no tensors of MTP layers. fields: of config.json."""
     key, count = _announced(fields)
-    if layout is not None and count:
+    if not own and count:
         raise ValueError(
             f"draft: {where} announces {count} MTP layer{'s' * (count > 1)} ({key}), but none of its files holds their "
             f"tensors. {_ORIGINAL}"
         )
-    raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
-
-
-def _checked(found: _Found, config: PreTrainedConfig) -> tuple[list[Wanted], dict[str, Group]]:
-    """What each MTP layer needs, and the tensors that store each weight. Raises ValueError with the name of a tensor that is
-    missing, unknown, misshapen or of an unknown quantization."""
-    groups, kinds = grouped(found.shapes), _kinds_of_layers(config)
-    wanted = [_wanted(found.layout, k, config, kinds, groups) for k in range(found.number)]
-    expected = {part: shape for ours in wanted for _, parts in ours.values() for part, shape in parts.items()}
-    odd = [group for name, group in groups.items() if name in expected and not is_known(group)]
-    odd += [{"": name} for name in groups.keys() - expected.keys() if _PACKED.search(name)]
-    if odd:
-        names = sorted(name for group in odd for name in group.values())
-        raise ValueError(f"draft: {found.where} holds {names[0]}, of a quantization that cannot be read. {_ORIGINAL}")
-    as_they_are = {
-        n: found.shapes[group[""]] if is_as_it_is(group) else expected.get(n, ()) for n, group in groups.items()
-    }
-    require_tensors(as_they_are, expected, found.where)
-    return wanted, groups
+    if not own:
+        raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
 def _located(
     fields: Mapping[str, Any], files: Iterable[str], kind: str, layers: int
-) -> tuple[Layout | None, int, list[str]]:
+) -> tuple[MTPLayout | None, int, list[str]]:
     """The layout of a checkpoint, the number of its MTP layers, and their tensors.
 
     fields: of its config.json. files: the names of all its tensors. kind, layers: the target's model_type and number of layers.
@@ -333,22 +297,19 @@ def _located(
     if layout is None:
         return None, 0, []
 
-    def begins(text: str, k: int) -> list[str]:
-        return [name for name in files if name.startswith(text.format(k=k, n=layers + k))]
+    def begins(layout: MTPLayout, k: int) -> list[str]:
+        return [name for name in files if name.startswith(layout.placed("", k))]
 
-    roots = (re.sub(r"^model\.", start, layout.root) for start in _NESTED)
-    layout = replace(layout, root=next((root for root in roots if begins(root, 0)), layout.root))
+    nested = (replace(layout, layers=layers, root=re.sub(r"^model\.", start, layout.root)) for start in _NESTED)
+    layout = next((one for one in nested if begins(one, 0)), replace(layout, layers=layers))
     number = _number(layout.root + layout.layer, layers, files, fields)
-    copies = {(layout.root + name).format(k=k, n=layers + k) for k in range(number) for name in layout.copies}
-    own = [name for k in range(number) for name in begins(layout.root, k)]
-    marks = tuple(layout.stored(f"{name}.", 0, layers) for name in _FIXED[:3])
+    copies = {layout.placed(name, k) for k in range(number) for name in layout.copies}
+    own = dict.fromkeys(name for k in range(number) for name in begins(layout, k) if not name.endswith(".inv_freq"))
+    marks = tuple(layout.placed(f"{name}.", 0) for name in layout.places[:3])
     if not any(name.startswith(marks) for name in own):  # layers of a deeper model that has the same names
         return layout, 0, []
-    return (
-        layout,
-        number,
-        [name for name in dict.fromkeys(own) if name not in copies and not name.endswith(".inv_freq")],
-    )
+    stacked = any(re.search(r"\.experts\.(gate_up|down)_proj", name) for name in own)
+    return replace(layout, stacked=stacked), number, [name for name in own if name not in copies]
 
 
 def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, Any]) -> int:
@@ -360,25 +321,7 @@ def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, 
     return max([0, *found, _announced(fields)[1] - 1]) + 1
 
 
-def _wanted(layout: Layout, k: int, config: PreTrainedConfig, kinds: Iterable[Shapes], found: Iterable[str]) -> Wanted:
-    """What MTP layer k needs, with the kind of decoder layer that fits the tensors in the checkpoint best."""
-    layers, width, names = config.num_hidden_layers, config.hidden_size, set(found)
-    fixed: Shapes = {f"{name}.weight": (width,) for name in _FIXED if getattr(layout, name)}
-    fixed["fuse.weight"] = (width, 2 * width)
-
-    def with_layer(kind: Shapes) -> Wanted:
-        return {
-            name: (shape, layout.parts(name, shape, k, layers, stacked=layout.stored(name, k, layers) in names))
-            for name, shape in (fixed | kind).items()
-        }
-
-    def misfit(wanted: Wanted) -> int:
-        return len({part for _, parts in wanted.values() for part in parts} ^ names)
-
-    return min(map(with_layer, kinds), key=misfit)
-
-
-def _kinds_of_layers(config: PreTrainedConfig) -> list[Shapes]:
+def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
     """The shapes of the tensors, as `layer.NAME`, of each kind of decoder layer of a model; nothing is allocated."""
     config = deepcopy(config)
     if config.model_type in BUILT_AS:
@@ -396,28 +339,6 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Shapes]:
     return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
 
 
-def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    return torch.stack(parts).reshape(shape) if len(parts) > 1 else parts[0].reshape(shape)
-
-
-def _embedding_first(layout: Layout, fuse: Tensor) -> Tensor:
+def _embedding_first(layout: MTPLayout, fuse: Tensor) -> Tensor:
     """[H, 2H]: the columns of the embedding first, or back in the order of the layout."""
     return fuse.roll(fuse.shape[0], 1) if layout.hidden_first else fuse
-
-
-def _as_speculators(layer: dict[str, Any], config: PreTrainedConfig, number: int) -> dict[str, Any]:
-    """config.json of speculators' format, with `layer` as the config of the decoder layer. number: of MTP layers."""
-    return {
-        "architectures": ["MTPDraftModel"],
-        "speculators_model_type": "mtp",
-        "speculators_version": "0.9.0",
-        "num_nextn_predict_layers": number,
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": "mtp",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
-            "verifier": {"name_or_path": None, "architectures": list(config.architectures or [])},
-        },
-    }

@@ -1,67 +1,123 @@
-"""How each family of models names its multi-token prediction (MTP) layers, in safetensors and in GGUF files: a table, by which
+"""How each family of models names its multi-token prediction (MTP) layers, in safetensors and in GGUF files: tables, by which
 `mtp_formats` reads and writes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from .files import Layout, Parts
+
+FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
+"""What an MTP layer has beside a decoder layer."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a family names an MTP layer. {k} counts the MTP layers from 0, {n} goes on from the target's layers."""
+class MTPLayout(Layout):
+    """How a family names MTP layers. Our names are `0.embed_norm.weight`, `0.layer.NAME` and so on, with the number of the MTP
+    layer. In stored ones, {k} is that number, and {n} goes on from the target's layers.
 
-    root: str  # the beginning of all names
-    layer: str  # all others follow the root
-    embed_norm: str
-    hidden_norm: str
-    fuse: str
-    end_norm: str  # "" if there is none
-    hidden_first: bool = False  # the order of the columns of `fuse`
-    stacked: bool = False  # whether experts are written as one tensor
-    copies: tuple[str, ...] = ()  # of the target's embedding and head
-    renamed: tuple[tuple[str, str], ...] = ()  # beginnings of names in transformers' layer and in the checkpoint
+    Args:
+        root: the beginning of all names. layer: of those of a decoder layer, after it. places: of `FIXED`, after it; a family
+            may have no end norm.
+        copies: of the target's embedding and head, after the root.
+        renamed: beginnings of names in transformers' layer and in the checkpoint.
+        hidden_first: the hidden state's columns of `fuse` come first.
+        stacked: experts are stored as one tensor.
+        layers: of the target.
+    """
 
-    def stored(self, name: str, k: int, layers: int) -> str:
-        """The name in the checkpoint. layers: of the target."""
-        part, dot, rest = name.partition(".")
+    root: str = ""
+    layer: str = ""
+    places: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    hidden_first: bool = False
+    stacked: bool = False
+    layers: int = 0
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Those of `FIXED` that it has."""
+        return FIXED[: len(self.places)]
+
+    def stored(self, name: str) -> str:
+        k, part, rest = name.split(".", 2)
         if part == "layer":
             rest = next((new + rest.removeprefix(old) for old, new in self.renamed if rest.startswith(old)), rest)
-            rest = self.layer + rest
-        else:
-            rest = getattr(self, part) + dot + rest
-        return (self.root + rest).format(k=k, n=layers + k)
+            return self.placed(self.layer + rest, int(k))
+        return self.placed(f"{self.places[FIXED.index(part)]}.{rest}", int(k))
 
-    def parts(
-        self, name: str, shape: tuple[int, ...], k: int, layers: int, stacked: bool
-    ) -> dict[str, tuple[int, ...]]:
-        """The tensors of a checkpoint that make one of ours: itself, or those of each expert, in the order of their rows."""
-        experts = re.fullmatch(r"layer\.mlp\.experts\.(gate_up|down)_proj", name)
-        if stacked or experts is None:
-            return {self.stored(name, k, layers): shape}
-        kinds = experts[1].split("_")
-        names = (f"layer.mlp.experts.{e}.{kind}_proj.weight" for e in range(shape[0]) for kind in kinds)
-        return dict.fromkeys((self.stored(part, k, layers) for part in names), (shape[1] // len(kinds), shape[2]))
+    def placed(self, rest: str, k: int) -> str:
+        """What stands after the root, with the root."""
+        return (self.root + rest).format(k=k, n=self.layers + k)
+
+    def parts(self, name: str, shape: Sequence[int]) -> Parts:
+        experts = re.fullmatch(r"(\d+\.layer\.mlp\.experts\.)(gate_up|down)_proj", name)
+        if self.stacked or experts is None:
+            return super().parts(name, shape)
+        kinds = experts[2].split("_")
+        names = (f"{experts[1]}{e}.{kind}_proj.weight" for e in range(shape[0]) for kind in kinds)
+        return dict.fromkeys(map(self.stored, names), (shape[1] // len(kinds), shape[2]))
 
 
-_NEXTN = Layout(
-    *("model.layers.{n}.", "", "enorm", "hnorm", "eh_proj", "shared_head.norm"),
+@dataclass(frozen=True)
+class GGUFLayout(MTPLayout):
+    """llama.cpp's names (its conversion/qwen.py, glm.py and deepseek.py, read in November 2026): experts are stacked, gate and
+    up apart; so are keys and values of latent attention, by heads; one row is a vector.
+
+    Args:
+        named: llama.cpp's name of a module of a checkpoint with `model.layers.*`.
+        config: the target's text config.
+    """
+
+    named: Callable[[str], str | None] = str
+    config: Any = None
+
+    def stored(self, name: str) -> str:
+        k, part, rest = name.split(".", 2)
+        if part != "layer":
+            return super().stored(name)
+        stem, _, ending = rest.replace("_correction_bias", "_correction.bias").rpartition(".")
+        place = f"model.layers.{self.layers + int(k)}.{stem}"
+        return f"{self.named(place) or place}.{ending}"
+
+    def parts(self, name: str, shape: Sequence[int]) -> Parts:
+        if experts := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj", name):
+            kinds = experts[2].split("_")
+            size = (shape[0], shape[1] // len(kinds), shape[2])
+            return {self.stored(f"{experts[1]}{kind}_proj.weight"): size for kind in kinds}
+        if name.endswith(".kv_b_proj.weight"):
+            heads, sizes = self.config.num_attention_heads, (self.config.qk_nope_head_dim, self.config.v_head_dim)
+            stored = (self.stored(name.replace("kv_b_proj", f"{kind}_b_proj")) for kind in "kv")
+            return {part: (heads, size, shape[1]) for part, size in zip(stored, sizes, strict=True)}
+        return {self.stored(name): tuple(shape[1:] if len(shape) > 1 and shape[0] == 1 else shape)}
+
+
+_NEXTN = MTPLayout(
+    root="model.layers.{n}.",
+    places=("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
-_QWEN = Layout("mtp.", "layers.{k}.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-_QWEN_STACKED = replace(_QWEN, stacked=True)
-SPECULATORS = Layout(
-    *("mtp_layers.{k}.", "", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), stacked=True
+_QWEN = MTPLayout(
+    root="mtp.", layer="layers.{k}.", places=("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 )
-_ERNIE = Layout("model.mtp_", "block.{k}.", "emb_norm.{k}", "hidden_norm.{k}", "linear_proj.{k}", "")
+SPECULATORS = MTPLayout(
+    root="mtp_layers.{k}.",
+    places=("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+    stacked=True,
+)
+_ERNIE = MTPLayout(root="model.mtp_", layer="block.{k}.", places=("emb_norm.{k}", "hidden_norm.{k}", "linear_proj.{k}"))
 FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _NEXTN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "exaone4"), _QWEN),
-    "qwen3_5_moe_text": _QWEN_STACKED,
+    "qwen3_5_moe_text": replace(_QWEN, stacked=True),
     "exaone_moe": replace(_QWEN, renamed=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),)),
     "hy_v3": replace(
         _NEXTN,
-        end_norm="final_layernorm",
+        places=(*_NEXTN.places[:3], "final_layernorm"),
         copies=(*_NEXTN.copies, "shared_head.weight"),
         renamed=(
             ("mlp.gate.", "mlp.router.gate."),
@@ -72,8 +128,10 @@ FAMILIES = {
     "mimo": replace(SPECULATORS, root="model.mtp_layers.{k}.", hidden_first=True, stacked=False),
     "ernie4_5": _ERNIE,
     "ernie4_5_moe": replace(_ERNIE, renamed=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
-    "longcat_flash": Layout(
-        *("model.mtp.", "layers.{k}.", "layers.{k}.enorm.m", "layers.{k}.hnorm.m", "layers.{k}.eh_proj", "norm"),
+    "longcat_flash": MTPLayout(
+        root="model.mtp.",
+        layer="layers.{k}.",
+        places=("layers.{k}.enorm.m", "layers.{k}.hnorm.m", "layers.{k}.eh_proj", "norm"),
         copies=("embed_tokens.weight",),
         renamed=(("mlp.", "transformer_layer.mlp."),),
     ),
@@ -81,31 +139,23 @@ FAMILIES = {
 """By the model_type of the text config."""
 BUILT_AS = {"mimo": "qwen2", "longcat_flash": "deepseek_v3"}
 """Families whose MTP layer is a layer of another class: transformers has none for MiMo, and LongCat's is a dense one."""
-REFUSED = (
-    ("mimo_v2", r"model\.mtp\.", "the MTP layers of MiMo-V2 (model.mtp.*) are not supported"),
-    ("nemotron_h", r"mtp\.layers\.", "the MTP layers of Nemotron-H (mtp_layers_block_type) are not supported"),
-    ("deepseek_v4", r"mtp\.\d+\.[eh]_proj\.", "the MTP layers of DeepSeek-V4 (mtp.0.e_proj, h_proj) are not supported"),
-    ("deepseek_v4", r"mtp\.", "mtp.* without enorm is a DSpark drafter and not an MTP layer"),
-)
-"""The beginning of a model_type, the tensors, and what to say of them."""
-GGUF_KINDS = {"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next"}
-GGUF_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
-GGUF_NAMES = {
-    "nextn.eh_proj": "fc",
-    "nextn.enorm": "pre_fc_norm_embedding",
-    "nextn.hnorm": "pre_fc_norm_hidden",
-    "nextn.shared_head_norm": "norm",
-    "attn_norm": "layers.{k}.input_layernorm",
-    "post_attention_norm": "layers.{k}.post_attention_layernorm",
-    **{f"attn_{x}": f"layers.{{k}}.self_attn.{x}_proj" for x in "qkv"},
-    "attn_output": "layers.{k}.self_attn.o_proj",
-    **{f"attn_{x}_norm": f"layers.{{k}}.self_attn.{x}_norm" for x in "qk"},
-    **{f"ffn_{x}": f"layers.{{k}}.mlp.{x}_proj" for x in ("gate", "up", "down")},
-    "ffn_gate_inp": "layers.{k}.mlp.gate",
-    "ffn_gate_inp_shexp": "layers.{k}.mlp.shared_expert_gate",
-    **{f"ffn_{x}_shexp": f"layers.{{k}}.mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
-    **dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), "layers.{k}.mlp.experts.gate_up_proj"),
-    "ffn_down_exps": "layers.{k}.mlp.experts.down_proj",
+REFUSED = {
+    r"mimo_v2.* model\.mtp\.": "the MTP layers of MiMo-V2 (model.mtp.*) are not supported",
+    r"nemotron_h.* mtp\.layers\.": "the MTP layers of Nemotron-H (mtp_layers_block_type) are not supported",
+    r"deepseek_v4.* mtp\.\d+\.[eh]_proj\.": "the MTP layers of DeepSeek-V4 (mtp.0.e_proj, h_proj) are not supported",
+    r"deepseek_v4.* mtp\.": "mtp.* without enorm is a DSpark drafter and not an MTP layer",
 }
-"""llama.cpp's names of the tensors of Qwen's MTP layers, after `blk.{n}.`, and those in Qwen's checkpoints, after `mtp.`
-(conversion/qwen.py, read in November 2026): 1 is added to every norm, and the stacked experts' rows are in two tensors."""
+"""A model_type and a tensor, and what to say of them."""
+GGUF = GGUFLayout(
+    root="blk.{n}.",
+    places=("nextn.enorm", "nextn.hnorm", "nextn.eh_proj", "nextn.shared_head_norm"),
+    copies=("nextn.embed_tokens.weight", "nextn.shared_head_head.weight"),
+)
+GGUF_KINDS = {
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
+    "qwen3next": "qwen3_next",
+    "glm4moe": "glm4_moe",
+    "deepseek2": "glm4_moe_lite",
+}
+"""llama.cpp's architectures whose MTP layers are read, and their model_type. Its converter leaves out those of DeepSeek."""

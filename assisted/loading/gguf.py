@@ -7,7 +7,7 @@ import copy
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +164,15 @@ def stored(file: Path) -> tuple[str, int, dict[str, Stored]]:
         announced = reader.fields.get(f"{kind}.nextn_predict_layers")
         tensors = {t.name: Stored(tuple(int(size) for size in reversed(t.shape)), t) for t in reader.tensors}
     return kind, 0 if announced is None else int(announced.contents()), tensors
+
+
+def naming(kind: str, blocks: int) -> Callable[[str], str | None]:
+    """What llama.cpp calls a module of transformers, such as `model.layers.0.mlp`, by the package gguf. kind: the architecture
+    in a file. blocks: its number of layers."""
+    gguf = importlib.import_module("gguf")
+    found: Callable[[str], str | None]
+    found = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == kind), blocks).get_name
+    return found
 
 
 def _type_beside(path: str, **hub: Any) -> Any:

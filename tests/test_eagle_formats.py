@@ -275,6 +275,21 @@ def test_the_draft_vocabulary_is_checked(target, tmp_path):
         load_eagle(write(tmp_path, EAGLE_3, tensors), target)
 
 
+def test_quantized_weights_are_expanded(target, tmp_path):
+    """Integers of 8 bits with scales, as compressed-tensors writes them."""
+    name, tensors = "midlayer.self_attn.q_proj.weight", eagle_3()
+    numbers, scale = (10 * tensors[name]).round().to(torch.int8), torch.full((32, 1), 0.25)
+    head = load_eagle(write(tmp_path, EAGLE_3, tensors | {name: numbers, f"{name}_scale": scale}), target)
+    assert torch.equal(head.layers[0].self_attn.q_proj.weight, numbers * scale)
+    for less, said in (
+        ({name: numbers}, f"{name} in torch.int8 without its scales"),
+        ({f"{name}_scale": scale}, "quantiz"),
+    ):
+        held = {other: tensor for other, tensor in tensors.items() if other != name} | less
+        with pytest.raises(ValueError, match=rf"^draft: .*{said}"):
+            load_eagle(write(tmp_path, EAGLE_3, held), target)
+
+
 def test_a_full_draft_vocabulary_has_no_maps(target, tmp_path):
     tensors = eagle_3() | {"lm_head.weight": noise(VOCABULARY, WIDTH)}
     with pytest.raises(ValueError, match="d2t"):

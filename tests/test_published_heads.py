@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters.registry import kind_of
-from assisted.heads.eagle_formats import LAYOUTS, load_eagle
+from assisted.handover import hand_over
+from assisted.heads.eagle_formats import LAYOUTS, load_eagle, require_eagle
 from assisted.heads.medusa import MedusaHeads
 from assisted.plan import plan
 
@@ -43,9 +44,13 @@ def target() -> Any:
 
 
 @functools.cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(zoo.folder("target"))
+
+
+@functools.cache
 def prompt() -> dict[str, torch.Tensor]:
-    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
-    return dict(tokenizer("def mean(values):\n    total = 0\n", return_tensors="pt"))
+    return dict(tokenizer()("def mean(values):\n    total = 0\n", return_tensors="pt"))
 
 
 @functools.cache
@@ -239,17 +244,32 @@ def test_no_output_embedding(tmp_path: Path) -> None:
     assert found[0] == found[1] != WHOLE
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if name not in ("shipped", "rotary buffer")])
-def test_a_saved_pair_of_a_layout_is_read_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_saved_pair_of_a_layout(name: str, tmp_path: Path) -> None:
+    """Writes the same tokens again, with as many forward passes; planning and handing over know its method."""
     (given := tmp_path / "given").mkdir()
-    folder = write(given, *PUBLISHED[name].made(*shipped()))
-    pair = AssistedModelForCausalLM.from_models(target(), draft=f"eagle:{folder}", draft_length=4)
-    counted = {part.name: part.bytes for part in plan("zoo:target", str(folder), device="cpu").candidates[0].parts}
-    stored = sum(tensor.numel() for tensor in PUBLISHED[name].made(*shipped())[1].values())
-    assert any(size in (2 * stored, 4 * stored) for size in counted.values())
-    pair.drafter.save(tmp_path / "saved")
-    assert tokens_of(str(tmp_path / "saved")) == PUBLISHED[name].tokens
-    assert load_eagle(tmp_path / "saved", target()).config == pair.drafter.head.config
+    fields, tensors = PUBLISHED[name].made(*shipped())
+    folder = write(given, fields, tensors)
+    pair = AssistedModelForCausalLM.from_models(
+        target(), draft=f"eagle:{folder}", draft_length=4, tokenizer=tokenizer()
+    )
+    pair.save_pretrained(saved := tmp_path / "saved")
+    again = AssistedModelForCausalLM.from_pretrained(saved)
+    assert again.generate(**prompt(), max_new_tokens=32, do_sample=False).equal(plain())
+    assert again.report is not None
+    assert round(again.report.tokens_per_pass, 2) == PUBLISHED[name].tokens
+    assert again.drafter.head.config == pair.drafter.head.config
+    planned = plan(str(saved), device="cpu")
+    assert planned.draft == f"eagle:{saved / 'draft'}"
+    counted = {part.name: part.bytes for part in planned.candidates[0].parts}
+    stored = sum(tensor.numel() for tensor in load_file(saved / "draft" / "model.safetensors").values())
+    assert counted["draft: EAGLE heads"] in (2 * stored, 4 * stored)
+    assert plan("zoo:target", str(folder), device="cpu").candidates[0].parts[2].name == "draft: EAGLE heads"
+    if "sliding window" in name:
+        with pytest.raises(ValueError, match="draft: the EAGLE-3 head has a sliding window"):
+            hand_over("vllm", saved, tmp_path / "out")
+    else:
+        assert hand_over("vllm", saved, tmp_path / "out").method == "eagle3"
 
 
 def taps_shifted(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
@@ -313,6 +333,41 @@ def test_a_message_names_the_layout_and_what_differs(tmp_path: Path) -> None:
     said += "tensor model.extra.weight"
     with pytest.raises(ValueError, match=said):
         load_eagle(write(tmp_path, fields, tensors), target())
+
+
+REFUSED = {
+    "NeMo Automodel, EAGLE-1": Published(
+        "NVIDIA-NeMo/Automodel components/speculative/eagle/draft_llama_v12.py, 2026-08-22",
+        lambda c, w: (c | {"architectures": ["LlamaEagleDraftModel"]}, without(flat(w), "layers.0.hidden_norm.weight")),
+    ),
+    "latent attention (MLA)": Published(
+        "sgl-project/sglang pull 26506, 2026-05-27",
+        lambda c, w: (c, renamed(w, "midlayer.self_attn.k_proj.", "midlayer.self_attn.kv_a_proj_with_mqa.")),
+    ),
+}
+SAID = {
+    "NeMo Automodel, EAGLE-1": "it has an input_layernorm in its first layer and a norm after its last one",
+    "latent attention (MLA)": "heads with layers of Llama and Qwen3 can",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_layout_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, *REFUSED[name].made(*shipped()))
+    assert kind_of(folder) == "eagle"
+    for read in (load_eagle, require_eagle):
+        with pytest.raises(ValueError, match=rf"^draft: .*{SAID[name]}"):
+            read(folder, target())
+
+
+@pytest.mark.documents
+def test_the_pages_table() -> None:
+    """It has what the tests above have found."""
+    rows = ["| layout | source | loads | tokens per forward pass |", "|---|---|---|---|"]
+    rows += [f"| {name} | {one.source} | yes | {one.tokens} |" for name, one in PUBLISHED.items()]
+    rows += [f"| {name} | {one.source} | no: {SAID[name]} | |" for name, one in REFUSED.items()]
+    page = Path("docs/methods/eagle.md").read_text(encoding="utf-8")
+    assert "\n".join(rows) == page.split("<!-- published:begin -->\n")[1].split("\n<!-- published:end -->")[0]
 
 
 # ---- Medusa

@@ -217,7 +217,8 @@ def plan(
 
     Args:
         target: a Hub id, a folder, a `zoo:` name, a GGUF file, or its `Shapes`.
-        draft: as `from_pretrained` takes it; None is "suffix". May also be the `Shapes` of a draft model.
+        draft: as `from_pretrained` takes it; None is a saved pair's own, otherwise "suffix". May also be
+            the `Shapes` of a draft model.
         memory: of the device, such as "12GB"; None takes the card's, or what is free here.
         card_name: a name in `CARDS`.
         context: tokens of prompt and answer.
@@ -242,6 +243,7 @@ def plan(
     shapes = target if isinstance(target, Shapes) else Shapes.read(target, "target", trust_remote_code)
     half = torch.bfloat16 if place.kind == "cuda" else shapes.model.dtype
     use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
+    draft = shapes.draft if draft is None else draft
     their_draft = draft if isinstance(draft, Shapes) else None
     if their_draft is not None:
         spec: Spec = DraftModel(their_draft.name, draft_window=draft_window)
@@ -283,10 +285,15 @@ def _variants(shapes: Shapes, spec: Spec, wanted: str, use: Use) -> list[tuple[s
 
 def _named(draft: Any) -> str:
     """A draft as a string that `from_pretrained` takes, if there is one."""
+    if isinstance(draft, Spec) and draft.parts()[0] is not draft:
+        draft = draft.parts()
     if isinstance(draft, (list, tuple)):
         return "+".join(map(_named, draft))
     if isinstance(draft, DraftModel) and isinstance(draft.model, str):
         return draft.model
+    if isinstance(draft, Spec):
+        path = getattr(draft, "path", None)
+        return f"{draft.name}:{path}" if isinstance(path, str) else draft.name
     return "suffix" if draft is None else draft.name if isinstance(draft, Shapes) else str(draft)
 
 

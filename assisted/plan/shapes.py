@@ -12,6 +12,8 @@ import torch
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .. import zoo
+from ..drafters import registry
+from ..drafters.base import Spec
 from ..engine.libraries import chooses_experts
 from ..engine.signatures import cache_argument
 from ..loading.classes import auto_class
@@ -32,6 +34,7 @@ class Shapes:
         quantized: the quantization method of the checkpoint; None if its weights are not quantized.
         note: what the figures leave out; empty in most cases.
         path: the folder or Hub id of its safetensors files; None if there are none, or if only the config is known.
+        draft: that of a saved pair, whose target this is.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Shapes:
     quantized: str | None = None
     note: str = ""
     path: str | None = None
+    draft: Spec | None = None
 
     @staticmethod
     def read(path: str, role: str = "target", trust_remote_code: bool = False, **hub: Any) -> Shapes:
@@ -65,7 +69,9 @@ class Shapes:
             raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
+        draft = None
         if config.model_type == "assisted":
+            draft = registry.read(config.draft, Path(folder))
             folder, config = str(Path(folder) / "target"), config.target
         tensors = headers(folder, path, role, hub).values()
         model = _on_meta(config, trust_remote_code)
@@ -83,7 +89,7 @@ class Shapes:
             )
         if method is None and numbers > (1 + _TOLERANCE) * expected:
             note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
-        return Shapes(path, model, stored, method, note, folder)
+        return Shapes(path, model, stored, method, note, folder, draft)
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:

@@ -37,7 +37,7 @@ def traits(architecture: Architecture) -> frozenset[str]:
     found |= {f"layers {kind}" for kind in set(read("layer_types", None) or ())}
     found |= {"softcap"} if any(read(f"{of}_logit_softcapping", None) for of in ("attn", "final")) else set()
     found |= {f"states {kind}" for kind in ("mamba_d_state", "state_size", "linear_key_head_dim") if read(kind, None)}
-    found |= {architecture.name} if architecture.note else set()  # it is peculiar
+    found |= {architecture.note} if architecture.note else set()  # it is peculiar
     return frozenset(found)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import VOCABULARY
+from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
-from methods import METHODS
 from pairs import CALL, ENDS, no_fallback, pair, prompt
 from test_sampling import ALPHA, p_value
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
@@ -161,21 +161,6 @@ def test_greedy_text_is_that_of_plain_generate(name, rows):
             ours = generate(model, rows=rows, eos_token_id=ends, logits_processor=[brackets(packed=True)])
         assert ours.tolist() == plain.tolist()
         assert model.report.accepted > 0
-
-
-@functools.cache
-def bracketed():
-    return generate(pair()[0], rows=2, eos_token_id=ENDS, logits_processor=[brackets()])
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_method_writes_the_text_of_plain_generate(method):
-    target = pair()[0]
-    model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=5)
-    plain = bracketed()
-    with no_fallback():
-        ours = generate(model, rows=2, eos_token_id=ENDS, logits_processor=[brackets()])
-    assert ours.tolist() == plain.tolist()
 
 
 def test_rows_advance_on_their_own():
@@ -506,8 +491,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("length", [3, None], ids=["3", "adaptive"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "length"), in_turns(list(DRAFTS), [3, None]))
 def test_sampled_texts_follow_the_targets_distribution(target, draft, length):
     torch.manual_seed(3)
     model = AssistedModelForCausalLM.from_models(target, draft=DRAFTS[draft](target), draft_length=length)

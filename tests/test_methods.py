@@ -8,9 +8,12 @@ import torch
 from architectures import ARCHITECTURES, build, random_ids
 from covering import over
 from methods import METHODS
-from pairs import ENDS
+from pairs import ENDS, pair, prompt
+from test_continued import HIDDEN
+from test_grammar import brackets
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
+from test_traps import Remembers
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
@@ -29,9 +32,9 @@ def assisted_without_fallback(model, ids, **kwargs):
         return model.generate(ids, **kwargs)
 
 
-def chain_and_tree(architecture, method):
-    """Every architecture is met by a method that drafts chains and by one that drafts trees."""
-    return [] if method.refuses(architecture) else [(architecture.name, method.tree)]
+def trees_once(architecture, method):
+    """Every architecture is met by a method that drafts trees; test_decoding.py meets it with chains."""
+    return [architecture.name] if method.tree and not method.refuses(architecture) else []
 
 
 @functools.cache
@@ -53,7 +56,7 @@ def plainly(architecture):
     ]
 
 
-@over("architecture,method", ARCHITECTURES, METHODS, also=chain_and_tree)
+@over("architecture,method", ARCHITECTURES, METHODS, also=trees_once)
 def test_equals_plain(architecture, method):
     target = build(architecture)
     if method.refuses(architecture):
@@ -65,6 +68,41 @@ def test_equals_plain(architecture, method):
         assert assisted_without_fallback(model, ids, **call).tolist() == plain
     if method.accepts:
         assert model.totals.accepted > 0
+
+
+WAYS = {
+    "embeddings": lambda: {"inputs_embeds": pair()[0].get_input_embeddings()(BATCH["input_ids"]).detach() + 0.05},
+    "chunks": lambda: {"prefill_chunk_size": 3},
+    "processors": lambda: {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5},
+    "few tokens": lambda: {"suppress_tokens": list(range(3, 60)), "max_new_tokens": 2},
+    "lockstep": lambda: {"logits_processor": [Remembers()]},
+    "grammar": lambda: {"logits_processor": [brackets()]},
+    **{f"hidden: {where}": lambda mask=mask: {"attention_mask": torch.tensor(mask)} for where, mask in HIDDEN.items()},
+}
+"""Arguments of a call, made anew for each."""
+BATCH = {"input_ids": random_ids(pair()[0], 4, 12, seed=3), "attention_mask": prompt(4)["attention_mask"]}
+
+
+@functools.cache
+def plain_of(way, rows):
+    return pair()[0].generate(**arguments(way, rows)).tolist()
+
+
+def arguments(way, rows):
+    call = CALL | BATCH | {"eos_token_id": ENDS} | WAYS[way]()
+    if "inputs_embeds" in call:
+        del call["input_ids"]
+    return {name: value[:rows] if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_in_every_way_of_calling(method):
+    """One row, and rows that are hidden in part and end apart; a processor of somebody's is shown each prefix once."""
+    target = pair()[0]
+    model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
+    for way, rows in [("lockstep", 1), ("embeddings", 1), *((way, 4) for way in WAYS)]:
+        assert assisted_without_fallback(model, None, **arguments(way, rows)).tolist() == plain_of(way, rows), way
+        assert way == "few tokens" or not method.accepts or model.report.drafted > 0
 
 
 @pytest.mark.parametrize(

@@ -11,20 +11,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import random_ids
-from methods import METHODS
-from pairs import CALL, ENDS, ROUNDING, no_fallback, pair, said_by
+from pairs import CALL, ENDS, ROUNDING, no_fallback
 from test_continued import Guided, target_of
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     DynamicCache,
-    PreTrainedModel,
     QuantizedCache,
     StaticCache,
 )
 from transformers.utils import is_optimum_quanto_available
 
-from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 MODELS = ["llama", "gpt2", "gemma3", "mistral-window", "bloom", "qwen3_next"]
@@ -197,53 +192,4 @@ def test_a_prompt_of_embeddings(name: str, rows: int, mode: dict[str, Any], with
     assert model.report.accepted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_every_draft_goes_on_from_embeddings(method: Any, rows: int) -> None:
-    target = pair()[0]
-    model = AssistedModelForCausalLM.from_models(target, draft=method.draft(target), draft_length=4)
-    given = batch("llama", rows)
-    embeddings = target.get_input_embeddings()(given.pop("input_ids")).detach() + 0.05
-    call = CALL | given | {"inputs_embeds": embeddings}
-    ours, messages = warned(lambda: model.generate(**call))
-    assert messages == []
-    assert ours.tolist() == said_by(target, **call).tolist()
-    if method.name not in ("ngram", "suffix", "suffix tree"):  # which may find nothing to copy
-        assert model.report.drafted > 0
-
-
 # --- models that read images, too
-
-
-def image_model(name: str) -> PreTrainedModel:
-    """A random model of the class that AutoModelForCausalLM loads for a checkpoint which also reads images."""
-    text = {
-        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    if name == "gemma3":
-        image = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        image |= {"image_size": 8, "patch_size": 4}
-        more: dict[str, Any] = {"vision_config": image, "mm_tokens_per_image": 4, "image_token_index": 95}
-    else:
-        text |= {"hidden_size_per_layer_input": 0, "global_head_dim": 16, "layer_types": ["sliding_attention"] * 5}
-        text["layer_types"] = [*text["layer_types"], "full_attention"]
-        more = {"vision_config": None, "audio_config": None}
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[name](text_config=text, **more)
-    return AutoModelForCausalLM.from_config(config).float().eval()
-
-
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_model_that_reads_images_is_assisted_on_text(name: str, rows: int) -> None:
-    target = image_model(name)
-    assert "ConditionalGeneration" in type(target).__name__
-    call = CALL | {"input_ids": torch.randint(3, 90, (rows, 12), generator=torch.manual_seed(1))}
-    plain = target.generate(**call)
-    model = AssistedModelForCausalLM.from_models(target, "suffix", 4)
-    model.drafter = Guided(plain)
-    with no_fallback():
-        assert model.generate(**call).tolist() == plain.tolist()
-    assert model.report is not None
-    assert model.report.accepted > 0

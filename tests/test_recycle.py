@@ -9,12 +9,12 @@ import torch
 from architectures import build, random_ids
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import BY_NAME, CALL, prompt
+from pairs import BY_NAME, CALL
 from test_ngram import call, text_of
 from test_sampling import ALPHA, NEW_TOKENS, PROMPT, Doubled, counts, exact_distribution, p_value, tiny
 from transformers import LogitsProcessorList
 
-from assisted import AssistedModelForCausalLM, Suffix, TokenRecycling
+from assisted import AssistedModelForCausalLM, TokenRecycling
 from assisted.drafters import parse, recycle
 from assisted.drafters.recycle import RANKS, RecyclingDrafter, RecyclingDrafting, shape
 from assisted.drafts import Round
@@ -154,25 +154,6 @@ def test_nothing_outlives_a_call():
         assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
         reports.append((model.report.drafted, model.report.accepted))
     assert reports[0] == reports[1]
-
-
-@pytest.mark.parametrize("draft", [TokenRecycling(nodes=12), "corpus tree"], ids=["recycle", "suffix tree"])
-def test_trees_in_step(draft):
-    """Processors that the package does not know, and streams of a batch, see a token at a time: trees serve there, too."""
-    target = build(BY_NAME["llama"])
-    batch = prompt(rows=3)
-    kwargs = CALL | {"attention_mask": batch["attention_mask"], "max_new_tokens": 60}
-    kwargs["logits_processor"] = LogitsProcessorList([Doubled()])
-    plain = target.generate(batch["ids"], **kwargs)
-    if draft == "corpus tree":
-        others = [plain[0, 12:].tolist()] * 2 + random_ids(target, 4, 40).tolist()
-        draft = Suffix(corpus=others, tree=True, min_probability=0.01)
-    for rows in (slice(0, 1), slice(0, 3)):
-        call = kwargs | {"attention_mask": batch["attention_mask"][rows]}
-        model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=5)
-        assert model.generate(batch["ids"][rows], **call).tolist() == plain[rows].tolist()
-        assert model.report.drafted > 0
-        assert model.report.accepted > 0 or rows.stop == 3
 
 
 def test_trees_in_step_follow_the_targets_distribution():

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import random_ids
-from eagle_heads import trained_head
-from medusa_heads import random_heads
 from pairs import CALL, ENDS, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
-from assisted import AssistedModelForCausalLM, Eagle, Medusa
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 
 LONG = CALL | {"max_new_tokens": 40}
@@ -63,11 +60,15 @@ def test_the_target_runs_as_it_is() -> None:
 # --- what a loop is not told ---
 
 
-@pytest.mark.parametrize("where", ["argument", "config", "target"])
+@pytest.mark.parametrize(
+    ("where", "ends"), [("argument", None), ("argument", ENDS), ("config", None), ("target", None)], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_stop_strings(where: str, rows: int, own: tuple[PreTrainedModel, AssistedModelForCausalLM]) -> None:
+def test_stop_strings(
+    where: str, ends: list[int] | None, rows: int, own: tuple[PreTrainedModel, AssistedModelForCausalLM]
+) -> None:
     target, model = own
-    texts, call = stops(rows), {**LONG, "tokenizer": tokenizer()}
+    texts, call = [*stops(rows), "no such text"], {**LONG, "eos_token_id": ends, "tokenizer": tokenizer()}
     if where == "argument":
         call["stop_strings"] = texts
     elif where == "config":
@@ -142,42 +143,6 @@ def test_a_healed_prompt_of_another_length(healed: int, more: dict[str, Any], mo
     expected = plainly(**call, streamer=theirs)
     assert assistedly(**call, streamer=mine).tolist() == expected.tolist()
     assert mine.heard[0] == theirs.heard[0] and len(mine.heard[0]) == healed
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"])
-@pytest.mark.parametrize("more", [{}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}], ids=str)
-def test_the_targets_own_way_to_draft_gives_way(
-    name: str, more: dict[str, Any], own: tuple[PreTrainedModel, AssistedModelForCausalLM]
-) -> None:
-    target, model = own
-    ids = prompt()["ids"]
-    expected = target.generate(ids, **CALL | more)
-    setattr(target.generation_config, name, True if name == "use_mtp" else 1)
-    with pytest.warns(UserWarning, match=name):
-        assert model.generate(ids, **CALL | more).tolist() == expected.tolist()
-    assert model.report is not None and model.report.drafted > 0
-    assert getattr(target.generation_config, name) in (1, True)
-
-
-@pytest.mark.parametrize("draft", ["model", "medusa", "eagle"])
-def test_ragged_prompts_in_chunks(draft: str) -> None:
-    """Heads get the hidden states of the last chunk, whatever the lengths of the prompts are."""
-    target = pair()[0]
-    heads = {
-        "medusa": lambda: Medusa(random_heads(32, 96, heads=2)),
-        "eagle": lambda: Eagle(trained_head(target, 3, steps=2)),
-    }
-    spec = pair()[1].drafter.model if draft == "model" else heads[draft]()
-    model = AssistedModelForCausalLM.from_models(target, spec, draft_length=3)
-    ids = random_ids(target, 4, 40)
-    mask = torch.ones_like(ids)
-    for row, pads in enumerate((0, 31, 11, 38)):
-        mask[row, :pads] = 0
-    call = CALL | {"attention_mask": mask, "prefill_chunk_size": 3}
-    ids = ids.where(mask.bool(), 0)
-    expected = target.generate(ids, **call)
-    with no_fallback():
-        assert model.generate(ids, **call).tolist() == expected.tolist()
 
 
 # --- calls that are made again ---

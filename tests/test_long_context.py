@@ -53,13 +53,6 @@ def test_the_first_token_does_not_wait_for_the_draft(events, do_sample):
     assert events.seen.count("draft reads") == 1
 
 
-def test_one_token_needs_no_draft(events):
-    target, model = pair()
-    ids = random_ids(target, 1, 12, 0)
-    model.generate(ids, attention_mask=torch.ones_like(ids), **(CALL | {"max_new_tokens": 1}))
-    assert events.seen == []
-
-
 def long_target():
     return build(BY_NAME["llama"], max_position_embeddings=2 * LONG)
 

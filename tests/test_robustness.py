@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -114,15 +115,24 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("first", [0, 1, 7])
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int) -> None:
+SAMPLED = {"do_sample": True, "top_k": 1}  # of one token to choose from, the distribution is greedy
+LOCKSTEP = {"logits_processor": [lambda ids, scores: scores - scores[:, :1]]}
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "rows", "more"),
+    [
+        *itertools.product(FAILURES, [0, 1, 7], ROWS, [{}]),
+        *((how, 5, 1, SAMPLED) for how in FAILURES),
+        ("exception", 5, 4, LOCKSTEP),
+    ],
+)
+def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int, more: dict[str, Any]) -> None:
     _, model = pair()
     start = prompt(rows)
     call = CALL | {"attention_mask": start["attention_mask"], "draft_length": "confidence" if rows == 1 else 4}
     with failing(model.drafter.model, FAILURES[how], first), one_warning("Drafting failed"):
-        ours = model.generate(start["ids"], **call)
+        ours = model.generate(start["ids"], **(call | more))
     assert ours.tolist() == plainly(**start).tolist()
     assert [warning.startswith("Drafting failed") for warning in model.report.warnings] == [True]
     assert model.report.assisted_share < 1
@@ -175,26 +185,6 @@ def test_a_target_that_has_no_room_for_a_token_says_so() -> None:
         pytest.raises(torch.OutOfMemoryError, match="no room"),
     ):
         model.generate(prompt()["ids"], **CALL)
-
-
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_draft_that_fails_while_sampling(how: str) -> None:
-    _, model = pair()
-    torch.manual_seed(0)
-    with failing(model.drafter.model, FAILURES[how], 5), one_warning("Drafting failed"):
-        ours = model.generate(prompt()["ids"], **(CALL | {"do_sample": True, "top_k": 1}))
-    assert ours.tolist() == plainly(**prompt()).tolist()  # of one token to choose from, the distribution is greedy
-
-
-def test_a_draft_that_fails_in_step() -> None:
-    _, model = pair()
-    call = {
-        "logits_processor": [lambda ids, scores: scores - scores[:, :1]],
-        "attention_mask": prompt(4)["attention_mask"],
-    }
-    with failing(model.drafter.model, FAILURES["exception"], 5), one_warning("Broken: no luck"):
-        ours = model.generate(prompt(4)["ids"], **(CALL | call))
-    assert ours.tolist() == plainly(prompt(4)["ids"], **call).tolist()
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -288,9 +278,12 @@ HUGE = [
 ]
 
 
-@pytest.mark.parametrize("length", HUGE, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("draft", ["model", "suffix", "recycle", "early-exit:1"])
+@pytest.mark.parametrize(
+    ("draft", "length"),
+    [*(("model", length) for length in HUGE), *zip(("suffix", "recycle", "early-exit:1"), HUGE, strict=False)],
+    ids=str,
+)
 def test_limits_that_no_memory_holds(draft: str, rows: int, length: dict[str, Any]) -> None:
     target, model = pair()
     if draft != "model":
@@ -414,19 +407,6 @@ def test_the_context_counts_a_past_that_is_not_repeated(short: tuple[str, Assist
     ours = model.generate(ids[:, -4:], past_key_values=cache, draft_length=6, **call, **stop)
     plain = model.target.generate(ids, **(call | {"max_new_tokens": 3}))
     assert ours[:, 4:].tolist() == plain[:, ids.shape[1] :].tolist()
-
-
-def test_a_draft_of_a_shorter_context_stops_drafting() -> None:
-    target, _ = pair()
-    draft = half_right(target)
-    draft.config.max_position_embeddings = 24
-    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
-    for rows in ROWS:
-        start = prompt(rows)
-        with pytest.warns(UserWarning, match="The draft's context ends at 24 tokens, and the text has 2") as said:
-            ours = model.generate(start["ids"], attention_mask=start["attention_mask"], **CALL)
-        assert ours.tolist() == plainly(**start).tolist()
-        assert 0 < model.report.assisted_share < 1 and len(said) == 1
 
 
 # --- arguments of generate
@@ -614,17 +594,20 @@ def test_drafting_that_the_models_own_config_chooses_gives_way_and_that_is_said_
     before = target.generation_config.to_dict()
     call = {"generation_config": GenerationConfig(**{**before, **CALL})} if passed_on else CALL
     with one_warning(f"generation_config.{name}"):
-        for _ in range(2):
-            assert model.generate(prompt()["ids"], **call).tolist() == expected.tolist()
+        for copies, more in ((1, {}), (2, {"num_return_sequences": 2, **SAMPLED})):
+            assert model.generate(prompt()["ids"], **(call | more)).tolist() == expected.tolist() * copies
     assert model.report.accepted > 0
     assert target.generation_config.to_dict() == before
 
 
-def test_drafting_that_a_config_chooses_runs_where_it_is_asked_for() -> None:
+def test_plain_decoding_on_request() -> None:
     _, model = pair()
     config = GenerationConfig(**CALL, prompt_lookup_num_tokens=3)
-    assert model.generate(prompt()["ids"], config, assisted=False).tolist() == plainly(**prompt()).tolist()
-    assert model.report.drafted == 0
+    for call in ({"generation_config": config}, {**CALL, "prompt_lookup_num_tokens": 3}):
+        with no_fallback():
+            ours = model.generate(prompt()["ids"], assisted=False, **call)
+        assert ours.tolist() == plainly(**prompt()).tolist()
+        assert (model.report.drafted, model.report.new_tokens) == (0, CALL["max_new_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -651,15 +634,6 @@ def test_other_modes_run_plainly_and_say_so_once(mode: dict[str, Any]) -> None:
     for name in ("attentions", "hidden_states"):
         for mine, theirs in zip(ours.get(name) or (), plain.get(name) or (), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-
-
-def test_plain_decoding_on_request() -> None:
-    _, model = pair()
-    with no_fallback():
-        ours = model.generate(prompt()["ids"], assisted=False, prompt_lookup_num_tokens=3, **CALL)
-    assert ours.tolist() == plainly(**prompt()).tolist()
-    assert model.report.drafted == 0
-    assert model.report.new_tokens == CALL["max_new_tokens"]
 
 
 def test_hidden_states_without_a_place_for_them_are_no_reason_to_decode_plainly() -> None:
@@ -698,16 +672,6 @@ def test_tokens_of_other_characters_are_refused(entries: int) -> None:
         AssistedModelForCausalLM.from_models(
             pair()[0], draft=resized(entries), tokenizer=tokenizer(), draft_tokenizer=other
         )
-
-
-@pytest.mark.parametrize("entries", [VOCABULARY, VOCABULARY - 8, VOCABULARY + 8])
-def test_other_ids_are_translated(entries: int) -> None:
-    model = AssistedModelForCausalLM.from_models(
-        pair()[0], draft=resized(entries), draft_length=4, tokenizer=tokenizer(), draft_tokenizer=tokenizer(first="$")
-    )
-    with no_fallback():
-        assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
-    assert model.report.drafted > 0
 
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer()}, {"draft_tokenizer": tokenizer()}], ids=str)

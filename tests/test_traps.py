@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedModel,
     pipeline,
 )
+from trees import Planted
 
 from assisted import AssistedModelForCausalLM, acceptance
 
@@ -30,6 +31,21 @@ ROWS = [1, 4]
 
 
 pytestmark = pytest.mark.usefixtures("invariants")
+
+
+def drafted(drafts: str, plain: torch.Tensor, ids: torch.Tensor, **call: Any) -> Any:
+    """What is returned with a draft model's chains, or with random trees that hold what plain decoding said."""
+    if drafts == "chains":
+        return assistedly(ids, **call)
+    model = AssistedModelForCausalLM.from_models(pair()[0], draft="suffix", draft_length=5)
+    model.drafter = Planted(plain, seed=len(ids))
+    with no_fallback():
+        output = model.generate(ids, **(CALL | call))
+    assert model.report is not None and model.report.accepted > 0
+    return output
+
+
+drafts_of_both_kinds = pytest.mark.parametrize("drafts", ["chains", "trees"])
 
 
 # --- a second turn with a filled cache
@@ -50,29 +66,6 @@ def grown(
     more = random_ids(pair()[0], len(ids), 5, seed)
     longer = torch.cat([sequences, more], 1)
     return longer, torch.cat([mask, mask.new_ones(len(ids), longer.shape[1] - mask.shape[1])], 1)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", [*MODELS, "gemma3n"])  # whose last layers read the cache of earlier ones
-def test_three_turns_over_one_cache(name: str, rows: int) -> None:
-    start = prompt(rows)
-    ids, mask = start["ids"], start["attention_mask"]
-    cache = None
-    for turn in range(3):
-        call = {"attention_mask": mask, "max_new_tokens": 12}
-        plain = plainly(ids, name, **call)
-        ours = assistedly(ids, name, past_key_values=cache, return_dict_in_generate=True, **call)
-        assert ours.sequences.tolist() == plain.tolist()
-        cache = ours.past_key_values
-        ids, mask = grown(ids, mask, plain, seed=turn)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", MODELS)
-def test_the_cache_given_back_is_the_one_of_plain(name: str, rows: int) -> None:
-    details = {**prompt(rows), "return_dict_in_generate": True}
-    plain, ours = plainly(name=name, **details), assistedly(name=name, **details)
-    same_cache(ours.past_key_values, plain.past_key_values, details["attention_mask"])
 
 
 @pytest.mark.parametrize("make", [dense_cache, windowed_cache])
@@ -98,10 +91,15 @@ def same_cache(ours: DynamicCache, plain: DynamicCache, mask: torch.Tensor | Non
             assert (states - expected).transpose(1, 2)[seen].abs().max() < 10 * ROUNDING
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("new_ids_only", [False, True], ids=["full-ids", "new-ids-only"])
-@pytest.mark.parametrize("source", ["plain", "assisted", "forward", "forward-windowed"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    ("name", "source", "new_ids_only", "rows"),
+    [  # every two of these meet
+        (name, source, new_ids_only, ROWS[(number + place + new_ids_only) % 2])
+        for number, name in enumerate(("llama", "mistral-window"))
+        for place, source in enumerate(("plain", "assisted", "forward", "forward-windowed"))
+        for new_ids_only in (False, True)
+    ],
+)
 def test_a_filled_cache_is_continued(name: str, source: str, new_ids_only: bool, rows: int) -> None:
     start = prompt(rows)
     ids, mask = start["ids"], start["attention_mask"]
@@ -121,19 +119,6 @@ def test_a_filled_cache_is_continued(name: str, source: str, new_ids_only: bool,
     call = {"attention_mask": longer_mask, "max_new_tokens": 40}  # a draft that has not seen the past is often wrong
     ours, plain = assistedly(given, name, past_key_values=cache, **call), plainly(longer, name, **call)
     assert ours[:, given.shape[1] :].tolist() == plain[:, longer.shape[1] :].tolist()
-
-
-@pytest.mark.parametrize("name", ["llama", "bloom"])
-def test_a_batch_whose_rows_ended_apart_goes_on(name: str) -> None:
-    start = prompt(4)
-    first = assistedly(name=name, eos_token_id=ENDS, return_dict_in_generate=True, **start)
-    width = start["ids"].shape[1]
-    ended = torch.isin(first.sequences[:, width:], torch.tensor(ENDS)).int().cumsum(1)
-    assert len(set(ended.sum(1).tolist())) > 1
-    mask = torch.cat([start["attention_mask"], (ended.cumsum(1) <= 1).long()], 1)  # hides the filler behind the ends
-    ids, mask = grown(start["ids"], mask, first.sequences, seed=4)
-    ours = assistedly(ids, name, attention_mask=mask, past_key_values=first.past_key_values)
-    assert ours.tolist() == plainly(ids, name, attention_mask=mask).tolist()
 
 
 # --- stopping
@@ -201,29 +186,6 @@ def test_a_criterion_may_read_the_scores() -> None:
     assert shown["ours"] == shown["plain"]
 
 
-@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
-@pytest.mark.parametrize("rows", ROWS)
-def test_stop_strings(rows: int, ends: list[int] | None) -> None:
-    characters = tokenizer()
-    start = prompt(rows)
-    whole = plainly(eos_token_id=ends, **start)
-    new = characters.batch_decode(whole[:, start["ids"].shape[1] :])
-    stops = [new[0][3:5], new[-1][4:6], "no such text"]
-    call = {**start, "stop_strings": stops, "tokenizer": characters, "eos_token_id": ends}
-    plain = plainly(**call)
-    assert rows > 1 or plain.shape[1] < whole.shape[1]
-    model = pair()[1]
-    with no_fallback():
-        output = model.generate(call.pop("ids"), draft_length=4, **(CALL | call))
-    assert output.tolist() == plain.tolist()
-
-
-def test_stop_strings_without_a_tokenizer_are_refused_as_by_plain() -> None:
-    for call in (plainly, assistedly):
-        with pytest.raises(ValueError, match="tokenizer"):
-            call(stop_strings=["x"], **prompt())
-
-
 @pytest.mark.parametrize("ends", [[2], ENDS])
 @pytest.mark.parametrize("rows", ROWS)
 def test_the_drafts_own_settings_do_not_matter(rows: int, ends: list[int]) -> None:
@@ -255,12 +217,13 @@ class Remembers:
         return scores.index_fill(1, torch.arange(3, 40), float("-inf")) if forbidden.any() else scores
 
 
+@drafts_of_both_kinds
 @pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
 @pytest.mark.parametrize("rows", ROWS)
-def test_stateful_processors_see_each_prefix_once_in_order(rows: int, ends: list[int] | None) -> None:
+def test_stateful_processors_see_each_prefix_once_in_order(rows: int, ends: list[int] | None, drafts: str) -> None:
     reference, ours = Remembers(), Remembers()
     plain = plainly(logits_processor=[reference], eos_token_id=ends, **prompt(rows))
-    output = assistedly(logits_processor=[ours], eos_token_id=ends, **prompt(rows))
+    output = drafted(drafts, plain, logits_processor=[ours], eos_token_id=ends, **prompt(rows))
     assert output.tolist() == plain.tolist()
     assert ours.seen == reference.seen
 
@@ -297,15 +260,23 @@ PROCESSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", PROCESSED)
-def test_processors_change_the_text_as_they_do_plainly(name: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows", "drafts"),
+    [
+        *((name, rows, "chains") for name in PROCESSED for rows in ROWS),
+        *((name, 3, "trees") for name in ("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "several")),
+        ("exponential_decay_length_penalty", 1, "trees"),
+    ],
+)
+def test_processors_change_the_text_as_they_do_plainly(name: str, rows: int, drafts: str) -> None:
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     call = {**prompt(rows), **PROCESSED[name]}
-    plain, ours = plainly(**call, **details), assistedly(**call, **details)
+    plain = plainly(**call, **details)
+    ours = drafted(drafts, plain.sequences, **call, **details)
     assert ours.sequences.tolist() == plain.sequences.tolist()
-    assert assistedly(**call).tolist() == plain.sequences.tolist()
+    assert drafted(drafts, plain.sequences, **call).tolist() == plain.sequences.tolist()
     same_steps(ours, plain)
+    same_cache(ours.past_key_values, plain.past_key_values, call["attention_mask"])
 
 
 # --- outputs
@@ -332,6 +303,7 @@ def test_scores_and_logits(name: str, rows: int, ends: list[int] | None) -> None
     ours = assistedly(name=name, **prompt(rows), **details)
     assert ours.sequences.tolist() == plain.sequences.tolist()
     same_steps(ours, plain)
+    same_cache(ours.past_key_values, plain.past_key_values, prompt(rows)["attention_mask"])
     assert ours.attentions is ours.hidden_states is None
 
 
@@ -354,19 +326,20 @@ class Listens:
         self.heard.append("end")
 
 
-@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
-@pytest.mark.parametrize("rows", ROWS)
-def test_streamers_are_told_the_same(rows: int, ends: list[int] | None) -> None:
-    reference, ours = Listens(), Listens()
-    plainly(streamer=reference, eos_token_id=ends, **prompt(rows))
-    assistedly(streamer=ours, eos_token_id=ends, **prompt(rows))
-    assert ours.heard == reference.heard
+@drafts_of_both_kinds
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [(1, {}), (1, {"eos_token_id": ENDS}), (4, {}), (4, {"eos_token_id": ENDS}), (1, {"stops": 19})],
+    ids=str,
+)
+def test_streamers_are_told_the_same_and_nothing_behind_the_end(rows: int, more: dict[str, Any], drafts: str) -> None:
+    def call(streamer: Listens) -> dict[str, Any]:
+        stops = {"stopping_criteria": [StopsAt(length=more["stops"])]} if "stops" in more else more
+        return {"streamer": streamer, **stops, **prompt(rows)}
 
-
-def test_a_stopped_stream_holds_nothing_behind_the_stop() -> None:
     reference, ours = Listens(), Listens()
-    plainly(streamer=reference, stopping_criteria=[StopsAt(length=19)], **prompt())
-    assistedly(streamer=ours, stopping_criteria=[StopsAt(length=19)], **prompt())
+    plain = plainly(**call(reference))
+    drafted(drafts, plain, **call(ours))
     assert ours.heard == reference.heard
 
 
@@ -540,20 +513,7 @@ def test_one_target_forward_a_round_and_no_nested_generate(
         assert passes["draft"] <= 1 + 4 * (passes["target"] - 1)
 
 
-def test_the_first_tokens_cost_counts_add_up() -> None:
-    assistedly(**prompt(4), eos_token_id=ENDS)
-    report = pair()[1].report
-    passes_and_accepted = report.target_passes + report.accepted
-    # each pass gives a token of the target's own beside the accepted ones, but for a draft that ends in mid-block
-    assert passes_and_accepted - 4 <= report.new_tokens - 4 <= passes_and_accepted
-
-
 # --- a forward, a folder, a pipeline
-
-
-def test_a_forward_is_the_targets() -> None:
-    target, model = pair()
-    assert torch.equal(model(prompt()["ids"]).logits, target(prompt()["ids"]).logits)
 
 
 def test_a_saved_pair_says_the_same(tmp_path: Any) -> None:
@@ -600,13 +560,15 @@ def test_pipelines_take_the_model_without_complaint(caplog: pytest.LogCaptureFix
 # --- drafts that are not what they seem
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("width", [10, 26, 40])
-def test_a_draft_whose_context_is_shorter_than_the_text(kind: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "width", "rows"),
+    [(kind, width, 1) for kind in ("llama", "gpt2") for width in (10, 26, 40)] + [("llama", 26, 4)],
+)
+def test_a_draft_whose_context_is_shorter_than_the_text(kind: str, width: int, rows: int) -> None:
     """It drafts up to the end of its context; then a warning says why it stops, whether its positions are learned or not."""
     target, draft = build(BY_NAME["llama"]), build(BY_NAME[kind], max_position_embeddings=32)
     model = AssistedModelForCausalLM.from_models(target, draft, draft_length=3)
-    ids = random_ids(target, 1, width)
+    ids = random_ids(target, rows, width)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         found = model.generate(ids, **CALL | {"max_new_tokens": 16})

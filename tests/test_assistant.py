@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from alone import Alone, one_and_four, require_best_paths, require_chains
 from architectures import ARCHITECTURES, build, random_ids
 from assistant_heads import gemma4, keys_of, random_assistant, trained_assistant
-from eagle_heads import trained_head
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from safetensors.torch import load_file, save_file
-from test_eagle import one_and_four, rows_of
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import _speculative_sampling
 
-from assisted import Assistant, AssistedModelForCausalLM, Eagle, Merged, acceptance
+from assisted import Assistant, AssistedModelForCausalLM
 from assisted.drafters import METHODS, eagle, parse, registry
 from assisted.drafters.assistant import AssistantDrafter, AssistantDrafting, AssistantReader, Step
 from assisted.drafters.base import Room
-from assisted.drafters.chain import ChainDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.recurrent import target_runner
 from assisted.engine.traits import Traits
 from assisted.heads import files
 from assisted.heads.assistant import (
-    AssistantConfig,
     AssistantHead,
     Keys,
     Source,
@@ -43,7 +37,6 @@ from assisted.heads.assistant import (
     save_assistant,
     sources_of,
 )
-from assisted.lengths.rates import Rates
 from assisted.loading.files import local_folder
 from assisted.training.assistant import AssistantSettings, AssistantTraining
 
@@ -168,8 +161,8 @@ def test_columns_do_not_see_each_other():
 # ---- drafting
 
 
-class Reference:
-    """What an assistant says after a text, worked out from the text alone: no slots, no batch, no padding."""
+class Reference(Alone):
+    """Of an assistant, which reads the target's keys and values."""
 
     def __init__(self, model: Any, head: AssistantHead, back: int = 0):
         self.model, self.head, self.back = model, head, back
@@ -190,60 +183,16 @@ class Reference:
             ended, state = head(read, state, torch.tensor([[known - self.back]]), keys)
         return head.logits(ended)[0, 0]
 
-    def chain(self, text: list[int], count: int) -> list[int]:
-        path: list[int] = []
-        for _ in range(count):
-            path.append(int(self.logits(text, path).argmax()))
-        return path
-
-    def tree(self, text: list[int], depth: int, top_k: int) -> dict[tuple[int, ...], float]:
-        """Every path that is offered, and its log-probability."""
-        offered: dict[tuple[int, ...], float] = {}
-        frontier: dict[tuple[int, ...], float] = {(): 0.0}
-        for _ in range(depth):
-            level: dict[tuple[int, ...], float] = {}
-            for path, score in frontier.items():
-                found, tokens = self.logits(text, list(path)).log_softmax(-1).topk(top_k)
-                for more, token in zip(found.tolist(), tokens.tolist(), strict=True):
-                    level[(*path, token)] = score + more
-            offered |= level
-            frontier = dict(sorted(level.items(), key=lambda entry: -entry[1])[:top_k])
-        return offered
-
-
-@contextmanager
-def watched(patch: pytest.MonkeyPatch, look: Callable[[Any, Draft, int], None]) -> Any:
-    """Meanwhile `look(text, draft, budget)` sees every proposal; returns how many there were."""
-    counted, propose = [0], AssistantDrafting.propose
-
-    def looked(self: AssistantDrafting, text: Any, budget: int) -> Draft:
-        draft = propose(self, text, budget)
-        counted[0] += 1
-        look(text, draft, budget)
-        return draft
-
-    with patch.context() as inner:
-        inner.setattr(AssistantDrafting, "propose", looked)
-        yield counted
-
 
 def require_own_chains(shared: int, batch: int, position: str = "next") -> None:
     """Raise AssertionError unless each chain is what the assistant says of the text alone."""
     model = target(shared)
     head = trained_assistant(model, steps=60, unrolled=3, lr=5e-3)  # it goes by the state
-    reference, inputs = Reference(model, head, int(position == "last")), one_and_four(model)[batch]
-    same = []
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            same.append(draft.tokens[row].tolist() == reference.chain(committed, budget))
-
     pair = assisted(model, head, tree=False, position=position)
-    with pytest.MonkeyPatch.context() as patch, watched(patch, look) as counted, no_fallback():
-        pair.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 26}))
-    assert counted[0] > 1
-    assert all(same)
-    assert 3 < pair.report.accepted < pair.report.drafted
+    reference, call = Reference(model, head, int(position == "last")), {"max_new_tokens": 26}
+    call |= {"eos_token_id": ENDS if batch else None}
+    require_chains(reference, pair, one_and_four(model)[batch], AssistantDrafting, **call)
+    assert pair.report.accepted < pair.report.drafted
 
 
 @pytest.mark.parametrize("position", ["next", "last"])
@@ -254,24 +203,12 @@ def test_chains_are_the_assistants_own(shared, batch, position):
 
 
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
-def test_trees_are_the_assistants_best_paths(batch, monkeypatch):
+def test_trees_are_the_assistants_best_paths(batch):
     model = target()
     head = trained_assistant(model, unrolled=1)
-    reference, inputs = Reference(model, head), one_and_four(model)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            offered = reference.tree(committed, budget, top_k=4)
-            drafted = [tuple(draft.prefix(row, node)) for node in range(int(draft.lengths[row]))]
-            best = sorted(offered.values(), reverse=True)[: len(drafted)]
-            assert [offered[path] for path in drafted] == pytest.approx(best, abs=ROUNDING)
-
-    monkeypatch.setattr(Rates, "learn", lambda *args: None)  # the assistant is taken at its word
     pair = AssistedModelForCausalLM.from_models(model, draft=Assistant(head, tree=True, nodes=12), draft_length=3)
-    with watched(monkeypatch, look) as counted, no_fallback():
-        pair.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 12}))
-    assert counted[0] > 1
-    assert pair.report.accepted > 3
+    inputs, ends = one_and_four(model)[batch], ENDS if batch else None
+    require_best_paths(Reference(model, head), pair, inputs, 4, AssistantDrafting, eos_token_id=ends)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
@@ -323,21 +260,6 @@ def test_continued_turns(session):
     assert pair.totals.accepted > 0
 
 
-@pytest.mark.parametrize("last", ["suffix", "early-exit:1"])
-@pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
-def test_among_others(make, last):
-    """Another head reads other states of the same forward passes, and others propose in some rounds or write drafts into the
-    same slots."""
-    model = target()
-    spec = make([Assistant(trained_assistant(model)), Eagle(trained_head(model, 3)), last])
-    pair = AssistedModelForCausalLM.from_models(model, draft=spec, draft_length=4)
-    for inputs in one_and_four(model):
-        with no_fallback():
-            ours = pair.generate(**inputs, **CALL)
-        assert ours.tolist() == model.generate(**inputs, **CALL).tolist()
-    assert pair.totals.accepted > 0
-
-
 def test_the_target_and_its_slots_are_left_alone():
     model, read = target(), []
     pair = assisted(model, tree=False)
@@ -355,74 +277,6 @@ def test_the_target_and_its_slots_are_left_alone():
         patch.setattr(AssistantDrafting, "propose", looked)
         pair.generate(**one_and_four(model)[1], **CALL)
     assert sum(read) > 4
-
-
-# ---- mistakes that others have made, and that must show
-
-
-def stale_row(patch: pytest.MonkeyPatch) -> None:
-    """As transformers 5.23: after a rejection, one row of a rejected token is still read."""
-    made = Step.__init__
-
-    def wrong(self: Step, head: Any, model: Any, position: Any) -> None:
-        lengths = model.cache.lengths
-        model.cache.lengths = [length + 1 for length in lengths]
-        try:
-            made(self, head, model, position)
-            self.positions = self.positions - 1
-        finally:
-            model.cache.lengths = lengths
-
-    patch.setattr(Step, "__init__", wrong)
-
-
-def before_the_norm(patch: pytest.MonkeyPatch) -> None:
-    needs = eagle.needs_of
-    patch.setattr(eagle, "needs_of", lambda *args: dataclasses.replace(needs(*args), final_norm=()))
-
-
-def no_window(patch: pytest.MonkeyPatch) -> None:
-    made = Step.__init__
-
-    def wrong(*args: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(AssistantConfig, "window", lambda self, kind: None)
-            made(*args)
-
-    patch.setattr(Step, "__init__", wrong)
-
-
-def state_of_the_first_column(patch: pytest.MonkeyPatch) -> None:
-    observe = AssistantDrafting.observe
-
-    def wrong(self: AssistantDrafting, round: Any) -> None:
-        observe(self, round)
-        self.state = round.states[self.tap][:, 0].clone()
-
-    patch.setattr(AssistantDrafting, "observe", wrong)
-
-
-def later_positions(patch: pytest.MonkeyPatch) -> None:
-    step = Step.__call__
-
-    def wrong(self: Step, *args: Any) -> Any:
-        made = step(self, *args)
-        self.positions = self.positions + 1
-        return made
-
-    patch.setattr(Step, "__call__", wrong)
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [stale_row, before_the_norm, no_window, state_of_the_first_column, later_positions],
-    ids=lambda m: m.__name__,
-)
-def test_mistakes_show(mistake, monkeypatch):
-    require_own_chains(0, 0)
-    mistake(monkeypatch)
-    with pytest.raises(AssertionError):
-        require_own_chains(0, 0)
 
 
 # ---- sampling
@@ -445,21 +299,6 @@ def sampled(model: Any, draft: Any) -> float:
         ids = pair.generate(PROMPT, **call)
     assert pair.report.accepted > 0
     return p_value(counts(ids), exact_distribution(model, top_k=0))
-
-
-def test_argmax_drafts_with_softmax_q_would_show(monkeypatch):
-    """What transformers' class does, done here."""
-    chain = ChainDrafting.draft_chain
-
-    def wrong(self: Any, *args: Any) -> Draft:
-        draft = chain(self, *args)
-        assert draft.q is not None
-        return dataclasses.replace(draft, tokens=draft.q.argmax(-1))
-
-    monkeypatch.setattr(AssistantDrafting, "draft_chain", wrong)
-    model = tiny(0, layers=2)
-    head = random_assistant(model, hidden_size=16, intermediate_size=16, layers=2)
-    assert sampled(model, Assistant(head, tree=False)) < ALPHA
 
 
 P, Q = torch.tensor([0.30, 0.40, 0.20, 0.10]), torch.tensor([0.5, 0.3, 0.1, 0.1])
@@ -485,18 +324,6 @@ def test_transformers_rule_needs_drawn_drafts():
     assert (argmax - P).abs().max() > 0.25
     drawn = shares(torch.multinomial(Q, TIMES, replacement=True))
     assert (drawn - P).abs().max() < 0.018
-
-
-@pytest.mark.parametrize("one_hot", [False, True])
-def test_ours_is_right_by_enumeration(one_hot):
-    """The same target and q: drafts drawn from q, or argmax drafts with one-hot q, give the target's distribution exactly."""
-    drafted = torch.eye(4)[Q.argmax()] if one_hot else Q
-    tokens = torch.arange(4)[:, None]  # every draft of one token, a row each
-    lengths, p, q = torch.ones(4, dtype=torch.int64), P.expand(4, 2, 4), drafted.expand(4, 1, 4)
-    kept, weights = acceptance.block_probabilities(tokens, lengths, p, q)
-    instead = acceptance.emitted_distribution(p, q, weights, torch.zeros_like(lengths), lengths)
-    first = kept * torch.eye(4) + (1 - kept) * instead  # of each row: the distribution of its first token
-    assert torch.allclose(drafted @ first.nan_to_num(), P, atol=1e-6)
 
 
 def test_an_assistant_that_is_never_right_is_reported(monkeypatch):

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, build
+from alone import one_and_four, require_chains, rows_of, watched
+from architectures import ARCHITECTURES, build
 from block_heads import Reference, random_block, trained_block
 from covering import in_turns
-from eagle_heads import features_of, trained_head
+from eagle_heads import features_of
 from pairs import CALL, ENDS, ROUNDING, no_fallback, said_by
-from test_eagle import one_and_four, rows_of, watched
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from assisted import AssistedModelForCausalLM, DFlash, Eagle, Merged
+from assisted import AssistedModelForCausalLM, DFlash
 from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
 from assisted.drafters.block import BlockDrafter, BlockDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.passes import Inputs
-from assisted.heads import block as block_module
 from assisted.heads.block import BlockHead
 from assisted.heads.block_config import BlockConfig, block_taps
 from assisted.heads.block_runner import Block, BlockRunner
@@ -263,8 +259,7 @@ def test_configs_are_checked(fields, said):
 # ---- drafting
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "tree"), in_turns(list(VARIANTS), [False, True]))
 def test_the_text_of_an_untrained_drafter_is_the_targets(variant, tree):
     """One row, and a ragged batch whose rows end at different times."""
     target = llama()
@@ -281,22 +276,12 @@ def test_the_text_of_an_untrained_drafter_is_the_targets(variant, tree):
     "variant", ["dflash", "next token", "sliding", "dspark", "dspark, rnn", "dflash2", "reduced dspark"]
 )
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
-def test_chains_are_the_formulas(variant, batch, monkeypatch):
-    """Round after round: rows of a batch commit different numbers of tokens."""
+def test_chains_are_the_formulas(variant, batch):
     target = llama()
-    head = trained_block(target, **VARIANTS[variant])
-    reference, inputs = Reference(target, head), one_and_four(target)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            assert draft.tokens[row].tolist() == reference.chain(committed, budget)
-
-    model = assisted(target, head, tree=False)
-    with watched(monkeypatch, look) as counted, no_fallback():
-        ours = model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None}))
-    assert ours.tolist() == said_by(target, **inputs, **(CALL | {"eos_token_id": ENDS if batch else None})).tolist()
-    assert counted[0] > 1
-    assert model.report.accepted > 3
+    head, inputs = trained_block(target, **VARIANTS[variant]), one_and_four(target)[batch]
+    ends = {"eos_token_id": ENDS if batch else None}
+    ours = require_chains(Reference(target, head), assisted(target, head, tree=False), inputs, **ends)
+    assert ours.tolist() == said_by(target, **inputs, **(CALL | ends)).tolist()
 
 
 @pytest.mark.parametrize("variant", ["dflash", "dspark", "dflash2"])
@@ -341,7 +326,7 @@ def test_nothing_is_drafted_past_the_block(next_token, most, tree):
         assert model.report.accepted > 0
 
 
-def differences(change: Callable[[BlockDrafting], None] = lambda drafting: None) -> list[float]:
+def differences() -> list[float]:
     """After each round: how far the kept keys and values are from those of a fresh prefill."""
     target = llama()
     head = trained_block(target, steps=30)  # often wrong at later positions
@@ -349,7 +334,6 @@ def differences(change: Callable[[BlockDrafting], None] = lambda drafting: None)
     propose = BlockDrafting.propose
 
     def compared(self: BlockDrafting, text: Any, budget: int) -> Draft:
-        change(self)
         draft = propose(self, text, budget)
         ids = text.ids[:, : text.lengths[0]]
         fresh, _ = drafted(target, head, ids)
@@ -424,134 +408,11 @@ def test_a_draft_ends_where_it_is_not_sure(tree):
     assert drafts[0] > drafts[1] > drafts[2] == 0
 
 
-@pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
-def test_among_others(make):
-    """Another head reads other states of the same forward passes."""
-    target = llama()
-    spec = make([DFlash(trained_block(target)), Eagle(trained_head(target, 3)), "suffix"])
-    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
-    for inputs in one_and_four(target):
-        with no_fallback():
-            ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
-    assert model.totals.accepted > 0
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"prefill_chunk_size": 7},
-        {"repetition_penalty": 1.3},
-        {"min_new_tokens": 5, "eos_token_id": ENDS},
-        {"fast": "eager"},
-    ],
-    ids=str,
-)
-def test_arguments_of_generate(kwargs, tree):
-    target = llama()
-    made, call = dict(kwargs), CALL | kwargs
-    fast = made.pop("fast", "auto")
-    call.pop("fast", None)
-    spec = DFlash(trained_block(target), tree=tree)
-    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4, fast=fast)
-    for inputs in one_and_four(target):
-        with no_fallback():
-            ours = model.generate(**inputs, **call)
-        assert ours.tolist() == said_by(target, **inputs, **call).tolist()
-    assert model.totals.accepted > 0
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "lfm2"])
-@pytest.mark.parametrize("tree", [None, False], ids=["trees", "chains"])
-def test_recurrent_targets(name, tree):
-    target = build(next(architecture for architecture in RECURRENT if architecture.name == name))
-    model = assisted(target, trained_block(target, steps=30), tree)
-    for inputs in one_and_four(target):
-        with no_fallback():
-            ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
-    assert model.totals.accepted > 0
-
-
-def test_a_prompt_of_embeddings():
-    target = llama()
-    model = assisted(target, trained_block(target), tree=False)
-    inputs = one_and_four(target)[1]
-    embeddings = target.get_input_embeddings()(inputs["input_ids"])
-    call = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"], **CALL}
-    with no_fallback():
-        ours = model.generate(**call)
-    assert ours.tolist() == said_by(target, **call).tolist()
-
-
-# ---- mistakes
-
-
-def tokens_per_draft(change: Callable[[pytest.MonkeyPatch, Any], Any] | None = None, variant: str = "dflash") -> float:
-    """Accepted tokens of a draft of four, by a drafter that has learned the text by heart."""
-    target = build(BY_NAME["llama"], num_hidden_layers=4)
-    head = trained_block(target, steps=100, taps=(2, 3), **VARIANTS[variant])
-    with pytest.MonkeyPatch.context() as patch:
-        if change is not None:
-            head = change(patch, head) or head
-        model = assisted(target, head, tree=False)
-        for inputs in one_and_four(target):
-            expected = said_by(target, **inputs, **CALL)
-            with no_fallback():
-                assert model.generate(**inputs, **CALL).tolist() == expected.tolist()
-    return sum(model.totals.acceptance_by_position)
-
-
 def with_config(head: BlockHead, **fields: Any) -> BlockHead:
     """The same weights, read as another layout."""
     other = BlockHead(dataclasses.replace(head.config, **fields))
     other.load_state_dict(head.state_dict())
     return other.eval()
-
-
-def block_rows_kept(patch: pytest.MonkeyPatch, head: BlockHead) -> None:
-    """Accepted tokens keep the keys of the block's rows in place of the context's."""
-    remember = BlockHead.remember
-
-    def wrong(self: BlockHead, states: torch.Tensor, position_ids: torch.Tensor, cache: Any) -> None:
-        if cache.layers:  # after the prompt
-            states = torch.zeros_like(states) + self.mask_embedding
-        remember(self, states, position_ids, cache)
-
-    patch.setattr(BlockHead, "remember", wrong)
-
-
-def looks_before_the_block(patch: pytest.MonkeyPatch, head: BlockHead) -> None:
-    """The convolution's first row reads the last one, as if something lay before it."""
-    pad = torch.nn.functional.pad
-
-    def wrong(states: torch.Tensor, widths: tuple[int, ...], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if len(widths) == 4 and widths[2]:
-            return torch.cat([states[..., -widths[2] :, :], states], -2)
-        return pad(states, widths, *args, **kwargs)
-
-    patch.setattr(block_module, "F", types.SimpleNamespace(**{**vars(block_module.F), "pad": wrong}))
-
-
-MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch, BlockHead], Any]]] = {
-    "fill-in read as next token": ("dflash", lambda patch, head: with_config(head, next_token=True)),
-    "next token read as fill-in": ("next token", lambda patch, head: with_config(head, next_token=False)),
-    "taps one layer lower": ("dflash", lambda patch, head: with_config(head, taps=(1, 2))),
-    "taps one layer higher": ("dflash", lambda patch, head: with_config(head, taps=(3, 4))),
-    "rows of the block kept": ("dflash", block_rows_kept),
-    "causal": ("dflash", lambda patch, head: with_config(head, causal=True)),
-    "both directions": ("causal", lambda patch, head: with_config(head, causal=False)),
-    "convolution across the block's border": ("dflash2", looks_before_the_block),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_classic_mistakes_cost_acceptance(mistake):
-    variant, change = MISTAKES[mistake]
-    right = functools.cache(tokens_per_draft)(None, variant)
-    assert right > 2
-    assert tokens_per_draft(change, variant) < 0.9 * right
 
 
 # ---- what a pair and a plan say

@@ -192,22 +192,6 @@ def pair(draft, name="llama"):
     return target, AssistedModelForCausalLM.from_models(target, draft=draft(target), draft_length=4)
 
 
-BOTH = [
-    pytest.param(lambda target: Merged((half_right(target), build(BY_NAME["llama"], seed=5))), id="merged"),
-    pytest.param(lambda target: [half_right(target), build(BY_NAME["llama"], seed=5)], id="combined"),
-]
-
-
-@pytest.mark.parametrize("draft", BOTH)
-def test_two_models_equal_plain(draft):
-    target, model = pair(draft)
-    inputs = prompt(rows=3)
-    kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 40}
-    ours = model.generate(inputs["ids"], **kwargs)
-    assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
-    assert model.report.accepted > 0
-
-
 def test_a_list_is_a_combination():
     spec = parse(["self:int8", "some/where"], "nf4")
     assert spec == Combined((QuantizedSelf("int8"), DraftModel("some/where", "nf4")))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from alone import Alone, one_and_four, require_best_paths, require_chains, rows_of, watched
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
 from eagle_heads import features_of, random_head, trained_head
 from hypothesis import given, settings
@@ -17,16 +16,14 @@ from hypothesis import strategies as st
 from pairs import CALL, ENDS, ROUNDING, no_fallback, pair, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
-from transformers import AutoTokenizer, DynamicCache, LogitsProcessor, LogitsProcessorList
+from transformers import AutoTokenizer, DynamicCache
 
-from assisted import AssistedModelForCausalLM, Merged, zoo
+from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
-from assisted.drafters.base import Call
-from assisted.drafters.eagle import EagleDrafter, EagleDrafting
+from assisted.drafters.eagle import EagleDrafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.engine.needs import Needs
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
@@ -56,20 +53,8 @@ def assisted(
     )
 
 
-def one_and_four(target: Any) -> list[dict[str, torch.Tensor]]:
-    """A single prompt, and four of which three are padded on the left; what `trained_head` has seen."""
-    one = random_ids(target, 1, 20, seed=20)
-    four, mask = random_ids(target, 4, 12, seed=4), torch.ones(4, 12, dtype=torch.int64)
-    for row in range(4):
-        mask[row, : 2 * row] = 0
-    return [
-        {"input_ids": one, "attention_mask": torch.ones_like(one)},
-        {"input_ids": four.where(mask.bool(), 0), "attention_mask": mask},
-    ]
-
-
-class Reference:
-    """What a head says after a text, worked out from the text alone: no cache, no batch, no padding."""
+class Reference(Alone):
+    """Of a head that reads features."""
 
     def __init__(self, target: Any, head: Any, first: int = 0):
         self.target, self.head, self.first = target, head, first
@@ -89,89 +74,22 @@ class Reference:
             tokens = [*tokens, token]
         raise AssertionError
 
-    def chain(self, text: list[int], count: int) -> list[int]:
-        path: list[int] = []
-        for _ in range(count):
-            path.append(int(self.logits(text, path).argmax()))
-        return path
-
-    def tree(self, text: list[int], depth: int, top_k: int) -> dict[tuple[int, ...], float]:
-        """Every path that EAGLE-2 offers, and its log-probability."""
-        offered: dict[tuple[int, ...], float] = {}
-        frontier: dict[tuple[int, ...], float] = {(): 0.0}
-        for _ in range(depth):
-            level: dict[tuple[int, ...], float] = {}
-            for path, score in frontier.items():
-                found, tokens = self.logits(text, list(path)).log_softmax(-1).topk(top_k)
-                for more, token in zip(found.tolist(), tokens.tolist(), strict=True):
-                    level[(*path, token)] = score + more
-            offered |= level
-            frontier = dict(sorted(level.items(), key=lambda entry: -entry[1])[:top_k])
-        return offered
-
-
-@contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch, look: Callable[[Any, Draft, int], None]) -> Any:
-    """Meanwhile `look(text, draft, budget)` sees every proposal; returns how many there were."""
-    counted = [0]
-    propose = module.EagleDrafting.propose
-
-    def looked(self: EagleDrafting, text: Any, budget: int) -> Draft:
-        draft = propose(self, text, budget)
-        counted[0] += 1
-        look(text, draft, budget)
-        return draft
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module.EagleDrafting, "propose", looked)
-        yield counted
-
-
-def rows_of(text: Any, mask: torch.Tensor) -> list[tuple[int, list[int]]]:
-    """The unfinished rows of a text without their padding."""
-    hidden = (1 - mask).sum(1).tolist()
-    return [(row, text.ids[row, hidden[row] : text.lengths[row]].tolist()) for row in text.unfinished]
-
 
 @pytest.mark.parametrize("version", [1, 3, "sliding"])
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
-def test_chains_are_the_heads_own(version, batch, monkeypatch):
-    target, head = pair()[0], learned(version)
-    reference, inputs = Reference(target, head), one_and_four(target)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            assert draft.tokens[row].tolist() == reference.chain(committed, budget)
-
-    with watched(monkeypatch, look) as counted, no_fallback():
-        model = assisted(version, tree=False)
-        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None}))
-    assert counted[0] > 3
-    assert model.report.accepted > 3
+def test_chains_are_the_heads_own(version, batch):
+    target, model = pair()[0], assisted(version, tree=False)
+    inputs = one_and_four(target)[batch]
+    require_chains(Reference(target, learned(version)), model, inputs, eos_token_id=ENDS if batch else None)
     assert model.report.accepted < model.report.drafted
 
 
 @pytest.mark.parametrize(("version", "nodes"), [(1, None), (3, None), (3, 4), ("sliding", None)])
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
-def test_trees_are_the_heads_best_paths(version, nodes, batch, monkeypatch):
-    """Of all that it offers, also where few are kept: what lies behind the others is not even read."""
-    target, head = pair()[0], learned(version)
-    reference, inputs = Reference(target, head), one_and_four(target)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            offered = reference.tree(committed, budget, top_k=3)
-            drafted = [tuple(draft.prefix(row, node)) for node in range(int(draft.lengths[row]))]
-            best = sorted(offered.values(), reverse=True)[: len(drafted)]
-            assert [offered[path] for path in drafted] == pytest.approx(best, abs=ROUNDING)
-            assert len(set(drafted)) == len(drafted)
-
-    monkeypatch.setattr(Rates, "learn", lambda *args: None)  # the head is taken at its word
-    with watched(monkeypatch, look) as counted, no_fallback():
-        model = assisted(version, top_k=3, draft_length=3, nodes=nodes)
-        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 12}))
-    assert counted[0] > 2
-    assert model.report.accepted > 3
+def test_trees_are_the_heads_best_paths(version, nodes, batch):
+    target, model = pair()[0], assisted(version, top_k=3, draft_length=3, nodes=nodes)
+    inputs = one_and_four(target)[batch]
+    require_best_paths(Reference(target, learned(version)), model, inputs, 3, eos_token_id=ENDS if batch else None)
 
 
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
@@ -323,38 +241,6 @@ def test_a_past_that_the_text_does_not_repeat():
     assert ours.tolist() == plain.tolist()
 
 
-def test_a_prompt_that_is_read_in_chunks():
-    target, model = pair()[0], assisted(3)
-    inputs = one_and_four(target)[0]
-    plain = said_by(target, **inputs, **CALL)
-    with no_fallback():
-        ours = model.generate(**inputs, **CALL, prefill_chunk_size=6)
-    assert ours.tolist() == plain.tolist()
-    assert model.report.accepted > 0
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
-        {"suppress_tokens": list(range(3, 60))},
-        {"output_scores": True, "return_dict_in_generate": True, "min_new_tokens": 10},
-        {"max_new_tokens": 2},
-    ],
-    ids=lambda kwargs: ", ".join(kwargs),
-)
-def test_arguments_of_generate(kwargs, tree):
-    target, model = pair()[0], assisted(3, tree)
-    for inputs in one_and_four(target):
-        plain = target.generate(**inputs, **(CALL | kwargs))
-        with no_fallback():
-            ours = model.generate(**inputs, **(CALL | kwargs))
-        if "return_dict_in_generate" in kwargs:
-            plain, ours = plain.sequences, ours.sequences
-        assert ours.tolist() == plain.tolist()
-
-
 def test_a_reduced_vocabulary_is_drafted_from_alone():
     target = pair()[0]
     head = trained_head(target, 3, draft_vocab_size=40)
@@ -383,29 +269,6 @@ def test_sampling_with_a_reduced_vocabulary(tree):
     assert p_value(counts(ids), exact_distribution(target, top_k=0)) > ALPHA
 
 
-@pytest.mark.parametrize("tree", [False, True])
-def test_rows_in_step(tree):
-    """A processor that must see every prefix in order keeps the rows of a batch equally long, ended ones too."""
-
-    class Stateful(LogitsProcessor):
-        def __init__(self) -> None:
-            self.lengths: list[int] = []
-
-        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            self.lengths.append(ids.shape[1])
-            return scores - 0.1 * (torch.arange(scores.shape[-1]) % len(self.lengths) == 0)
-
-    target, model = pair()[0], assisted(3, tree)
-    inputs, call = one_and_four(target)[1], CALL | {"eos_token_id": ENDS}
-    seen = [Stateful(), Stateful()]
-    plain = target.generate(**inputs, **call, logits_processor=LogitsProcessorList([seen[0]]))
-    with no_fallback():
-        ours = model.generate(**inputs, **call, logits_processor=LogitsProcessorList([seen[1]]))
-    assert ours.tolist() == plain.tolist()
-    assert seen[1].lengths == seen[0].lengths
-    assert model.report.accepted > 0
-
-
 @pytest.mark.parametrize("policy", ["adaptive", Confidence(0.3), 1])
 def test_draft_lengths(policy):
     target, model = pair()[0], assisted(3, draft_length=policy)
@@ -414,21 +277,6 @@ def test_draft_lengths(policy):
             ours = model.generate(**inputs, **CALL)
         assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
     assert model.totals.drafted > 0
-
-
-@pytest.mark.parametrize(
-    "make", [lambda *drafts: list(drafts), lambda *drafts: Merged(drafts)], ids=["combined", "merged"]
-)
-def test_among_others(make):
-    """Features are kept of what others drafted, too."""
-    target = pair()[0]
-    spec = make("ngram", Eagle(learned(3)))
-    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
-    for inputs in one_and_four(target):
-        with no_fallback():
-            ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
-    assert model.totals.accepted > 0
 
 
 def test_rows_of_features_without_gaps():
@@ -564,66 +412,6 @@ def test_options_are_checked():
         Eagle("dir", nodes=0)
 
 
-class ShiftedTokens(HeadRunner):
-    """Off by one: feature i with token i."""
-
-    def __call__(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        if tokens.shape[1] > 1:
-            self.last = tokens[:, -1:]
-        before = torch.cat([getattr(self, "before", tokens[:, :1]), tokens[:, :-1]], 1)
-        self.before = tokens[:, -1:]
-        return super().__call__(before, states)
-
-
-class StaleKeys(EagleDrafting):
-    """The KV of rejected tokens is left where it was."""
-
-    def propose(self, text: Any, budget: int) -> Draft:
-        if self.runner is not None:
-            self.runner.cache.rewind = lambda known: None  # type: ignore[method-assign]
-            before = self.runner.cache.known[0] + sum(counts[0] for _, counts in self.unread)
-        draft = super().propose(text, budget)
-        if self.runner is not None and "rewind" in self.runner.cache.__dict__:
-            if self.runner.cache.known[0] == before:  # in C, drafts are never counted as text
-                self.runner.cache.commit([draft.tokens.shape[1] - 1])
-            self.skipped -= self.runner.cache.known[0] - before
-        return draft
-
-
-class LowerTaps(EagleDrafter):
-    """Features of one layer too low."""
-
-    def __init__(self, spec: Eagle, head: Any, needs: Needs):
-        super().__init__(spec, head, Needs(needs.layers, frozenset(state - 1 for state in needs.states)))
-
-    def start(self, call: Call) -> EagleDrafting:
-        return LowerStates(self, call)
-
-
-class LowerStates(EagleDrafting):
-    def _read(self, states: Any) -> list[torch.Tensor]:
-        return super()._read({state + 1: states[state] for state in states})
-
-
-MUTANTS = {
-    "off by one": (EagleDrafting, "runner_type", ShiftedTokens),
-    "stale keys": (module, "EagleDrafting", StaleKeys),
-    "layer too low": (module, "EagleDrafter", LowerTaps),
-}
-
-
-@functools.cache
-def trained(name: str) -> tuple[Any, Any, list[dict[str, torch.Tensor]]]:
-    """A target, a spec of a head trained for it, and prompts."""
-    if name == "by heart":
-        target = build(BY_NAME["llama"], num_hidden_layers=4)
-        return target, Eagle(trained_head(target, 3, steps=100, taps=(2, 3)), tree=False), one_and_four(target)[:1]
-    target = AssistedModelForCausalLM.from_pretrained("zoo:target").target
-    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
-    return target, Eagle("zoo:eagle3", tree=False), [dict(tokenizer(text, return_tensors="pt")) for text in BEGUN]
-
-
-LONG = {"by heart": 4, "zoo:eagle3": 8}  # draft lengths: the shipped head is shown what rejected tokens leave behind
 BEGUN = (
     "def mean(values):\n    total = 0\n    for value in values:\n",
     'class Reader:\n    """Reads lines from a file."""\n\n    def __init__(self, path):\n        self.path = path\n',
@@ -631,10 +419,11 @@ BEGUN = (
 )
 
 
-def unfaithful(head: str) -> float:
-    """The share of proposals that are not what the head says of the true features. Output is the target's in any case."""
-    target, spec, prompts = trained(head)
-    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=LONG[head])
+def test_the_shipped_head_is_asked_the_right_question():
+    """What it proposes is what it says of the true features, after what rejected tokens leave behind."""
+    target = AssistedModelForCausalLM.from_pretrained("zoo:target").target
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    model = AssistedModelForCausalLM.from_models(target, draft=Eagle("zoo:eagle3", tree=False), draft_length=8)
     reference, call = Reference(target, model.drafter.head), CALL | {"max_new_tokens": 24}
     wrong: list[bool] = []
 
@@ -642,50 +431,9 @@ def unfaithful(head: str) -> float:
         committed = text.ids[0, : text.lengths[0]].tolist()
         wrong.append(draft.tokens[0].tolist() != reference.chain(committed, budget))
 
-    for inputs in prompts:
+    for text in BEGUN:
+        inputs = dict(tokenizer(text, return_tensors="pt"))
         with pytest.MonkeyPatch.context() as patch, watched(patch, look), no_fallback():
             ours = model.generate(**inputs, **call)
         assert ours.tolist() == said_by(target, **inputs, **call).tolist()
-    return sum(wrong) / len(wrong)
-
-
-HEADS = list(LONG)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_trained_head_is_asked_the_right_question(head):
-    assert unfaithful(head) < 0.05  # a near-tie may fall otherwise
-
-
-@pytest.mark.slow  # they show what the test above can see, not what the package does
-@pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("head", HEADS)
-def test_classic_mistakes_would_show(head, mutant, monkeypatch):
-    monkeypatch.setattr(*MUTANTS[mutant])
-    assert unfaithful(head) > 0.1
-
-
-@functools.cache
-def accepted(head: str, mutant: str | None = None) -> tuple[int, int]:
-    """How many drafted tokens are accepted, and of how many."""
-    target, spec, prompts = trained(head)
-    with pytest.MonkeyPatch.context() as patch:
-        if mutant is not None:
-            patch.setattr(*MUTANTS[mutant])
-        new_tokens = 64 if head.startswith("zoo:") else 24
-        model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=LONG[head])
-        for inputs in prompts:
-            model.generate(**inputs, **(CALL | {"max_new_tokens": new_tokens}))
-    return model.totals.accepted, model.totals.drafted
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_token_off_by_one_costs_acceptance(head):
-    (right, of_right), (wrong, of_wrong) = accepted(head), accepted(head, "off by one")
-    assert right / of_right > 1.5 * wrong / of_wrong
-
-
-def test_keys_of_rejected_tokens_cost_acceptance():
-    """Of the shipped head: one that has learned its text by heart hardly looks back."""
-    (right, of_right), (wrong, of_wrong) = accepted("zoo:eagle3"), accepted("zoo:eagle3", "stale keys")
-    assert right / of_right > 1.03 * wrong / of_wrong
+    assert sum(wrong) < 0.05 * len(wrong)  # a near-tie may fall otherwise

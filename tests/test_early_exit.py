@@ -110,13 +110,6 @@ def test_drafts_that_cannot_be_finished_are_read_by_the_whole_model(monkeypatch)
     assert warning.startswith("Finishing the drafted tokens failed (RuntimeError: no luck)")
 
 
-def test_another_drafters_tokens_run_through_the_whole(no_fallback):
-    model = target()
-    ids = random_ids(model, 1, 6).repeat(1, 4)
-    ours = pair(model, ["ngram", "early-exit:2"])
-    assert ours.generate(ids, **CALL).tolist() == model.generate(ids, **CALL).tolist()
-
-
 def test_a_draft_is_finished_from_where_its_front_left_it_among_others(no_fallback):
     """In a list a draft is handed on: it is still known for what the front has read."""
     model = target(enough=2)

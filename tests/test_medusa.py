@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from architectures import REFUSED, build, random_ids
+from architectures import build, random_ids
 from medusa_heads import knowing, random_heads
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 
 from assisted import AssistedModelForCausalLM, Medusa, Suffix
 from assisted.drafters import medusa, parse
@@ -91,30 +91,6 @@ def test_ragged_batches(name, tree):
     assert model.report.accepted >= 8
 
 
-def test_rows_in_step_and_stateful_processors():
-    target = build(BY_NAME["llama"])
-    ids, text = written(target)
-    model = pair(target, knowing(target, text, ids.shape[1] - 1))
-
-    class Counting:
-        def __init__(self):
-            self.seen = []
-
-        def __call__(self, ids, scores):
-            self.seen.append(ids.shape[1])
-            return scores
-
-    counting = Counting()
-    two = torch.cat([ids, random_ids(target, 1, 9, 8)])
-    with no_fallback():
-        ours = model.generate(two, logits_processor=[counting], **CALL)
-    assert ours.tolist() == said_by(target, two, attention_mask=torch.ones_like(two), **CALL).tolist()
-    assert counting.seen == list(range(9, 9 + CALL["max_new_tokens"]))
-    with no_fallback():  # one row, token by token: all that is known is accepted
-        model.generate(ids, logits_processor=[counting], **CALL | {"max_new_tokens": NEW})
-    assert model.report.tokens_per_pass > 4
-
-
 def test_after_a_past_and_after_plain_rounds():
     """The first draft needs no more than the last state of the prompt; rounds without a draft leave their own."""
     target = build(BY_NAME["llama"])
@@ -130,20 +106,6 @@ def test_after_a_past_and_after_plain_rounds():
     with no_fallback():  # its warm-up rounds are plain
         assert model.generate(ids, draft_length=Adaptive(), **kwargs).tolist() == text.tolist()
     assert set(model.report.acceptance_by_position) == {1.0}
-
-
-def test_among_others_it_learns_and_drafts_from_their_rounds():
-    target = build(BY_NAME["llama"])
-    ids, text = written(target)
-    corpus = [text[0, : ids.shape[1] + 8].tolist()]
-    for tree in (True, False):
-        suffix = Suffix(corpus=corpus, tree=tree)
-        model = AssistedModelForCausalLM.from_models(
-            target, draft=[suffix, Medusa(knowing(target, text, ids.shape[1] - 1))], draft_length=3
-        )
-        with no_fallback():
-            assert model.generate(ids, **CALL | {"max_new_tokens": NEW}).tolist() == text.tolist()
-        assert model.report.tokens_per_pass > 3.2
 
 
 def test_trees_hold_second_guesses():
@@ -298,13 +260,6 @@ def test_heads_of_another_target_are_refused():
     for sizes in ((31, 96), (32, 95)):
         with pytest.raises(ValueError, match="heads work only with the model that they were trained for"):
             pair(target, random_heads(*sizes))
-
-
-@pytest.mark.parametrize("architecture", REFUSED, ids=lambda a: a.name)
-def test_targets_that_cannot_take_back_tokens_are_refused(architecture):
-    target = build(architecture)
-    with pytest.raises(ValueError, match="cannot take back"):
-        pair(target, random_heads(target.config.hidden_size, 96))
 
 
 @pytest.mark.parametrize("tree", [True, False])

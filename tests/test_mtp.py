@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from alone import one_and_four, require_best_paths, require_chains
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
-from eagle_heads import features_of, trained_head
+from covering import in_turns
+from eagle_heads import features_of
 from mtp_heads import random_layers, random_mtp, trained_mtp
 from pairs import CALL, ENDS, ROUNDING, no_fallback, said_by
 from safetensors.torch import load_file, save_file
-from test_eagle import Reference, one_and_four, rows_of, watched
+from test_eagle import Reference
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted import MTP, AssistedModelForCausalLM, Eagle, Merged, zoo
+from assisted import MTP, AssistedModelForCausalLM, zoo
 from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
 from assisted.drafters.mtp import MTPDrafter, MTPDrafting
@@ -25,7 +25,6 @@ from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
 from assisted.heads.runner import HeadRunner
-from assisted.lengths.rates import Rates
 from assisted.plan import plan
 from assisted.training.masks import unrolled_mask
 from assisted.training.mtp import MTPSettings, MTPTraining
@@ -200,8 +199,7 @@ def test_targets_whose_layers_cannot_serve(name, said):
 # ---- drafting
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("name", [*OTHERS, *SHIPPED_WITH_ONE])
+@pytest.mark.parametrize(("name", "tree"), in_turns([*OTHERS, *SHIPPED_WITH_ONE], [False, True]))
 def test_the_text_of_an_untrained_head_is_the_targets(name, tree):
     """One row, and a ragged batch whose rows end at different times."""
     target = build(BY_NAME[name])
@@ -218,39 +216,17 @@ def test_the_text_of_an_untrained_head_is_the_targets(name, tree):
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
 def test_chains_are_the_heads_own(name, batch):
     target = build(BY_NAME[name])
-    head = trained_mtp(target)
-    reference, inputs = Reference(target, head), one_and_four(target)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            assert draft.tokens[row].tolist() == reference.chain(committed, budget)
-
+    head, inputs = trained_mtp(target), one_and_four(target)[batch]
     model = assisted(target, head, tree=False)
-    with pytest.MonkeyPatch.context() as patch, watched(patch, look) as counted, no_fallback():
-        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None}))
-    assert counted[0] > 1
-    assert model.report.accepted > 3
+    require_chains(Reference(target, head), model, inputs, eos_token_id=ENDS if batch else None)
 
 
 @pytest.mark.parametrize("batch", [0, 1], ids=["one row", "padded rows"])
-def test_trees_are_the_heads_best_paths(batch, monkeypatch):
+def test_trees_are_the_heads_best_paths(batch):
     target = llama()
-    head = trained_mtp(target)
-    reference, inputs = Reference(target, head), one_and_four(target)[batch]
-
-    def look(text: Any, draft: Draft, budget: int) -> None:
-        for row, committed in rows_of(text, inputs["attention_mask"]):
-            offered = reference.tree(committed, budget, top_k=4)
-            drafted = [tuple(draft.prefix(row, node)) for node in range(int(draft.lengths[row]))]
-            best = sorted(offered.values(), reverse=True)[: len(drafted)]
-            assert [offered[path] for path in drafted] == pytest.approx(best, abs=ROUNDING)
-
-    monkeypatch.setattr(Rates, "learn", lambda *args: None)  # the head is taken at its word
+    head, inputs = trained_mtp(target), one_and_four(target)[batch]
     model = assisted(target, head, tree=True, draft_length=3)
-    with watched(monkeypatch, look) as counted, no_fallback():
-        model.generate(**inputs, **(CALL | {"eos_token_id": ENDS if batch else None, "max_new_tokens": 12}))
-    assert counted[0] > 1
-    assert model.report.accepted > 3
+    require_best_paths(Reference(target, head), model, inputs, 4, eos_token_id=ENDS if batch else None)
 
 
 def differences(tree: bool) -> list[float]:
@@ -285,78 +261,6 @@ def test_kept_rows_are_those_of_a_fresh_prefill(tree):
     found = differences(tree)
     assert len(found) > 4
     assert max(found) < 1e-5
-
-
-def test_rows_of_drafted_tokens_would_show(monkeypatch):
-    """Accepted tokens whose rows were not read again, from the target's states."""
-    observe = MTPDrafting.observe
-
-    def wrong(self: MTPDrafting, round: Any) -> None:
-        observe(self, round)
-        features, counts = self.unread[-1]
-        self.unread[-1] = features.roll(1, -1), counts
-
-    monkeypatch.setattr(MTPDrafting, "observe", wrong)
-    assert max(differences(False)) > 0.1
-
-
-def hidden_first(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
-    with torch.no_grad():
-        head.fc.weight.copy_(head.fc.weight.roll(32, 1))
-
-
-def before_the_norm(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
-    needs = eagle.needs_of
-    monkeypatch.setattr(eagle, "needs_of", lambda *args: dataclasses.replace(needs(*args), final_norm=()))
-
-
-def recycled_before_the_norm(monkeypatch: pytest.MonkeyPatch, head: MTPHead) -> None:
-    norm, head.end_norm = head.end_norm, torch.nn.Identity()
-    logits = head.logits
-    monkeypatch.setattr(head, "logits", lambda states, target: logits(norm(states), target))
-
-
-MISTAKES: dict[str, Callable[[pytest.MonkeyPatch, MTPHead], None]] = {
-    "hidden state first": hidden_first,
-    "state before the final norm": before_the_norm,
-    "recycled before the end norm": recycled_before_the_norm,
-}
-
-
-@functools.cache
-def tokens_per_draft(mistake: str | None = None) -> float:
-    """Accepted tokens of a draft of four, by a head that has learned the text by heart, and reads it from the states alone."""
-    target = llama()
-    with torch.no_grad():  # the states of most targets are far from normed before the final norm
-        target.model.norm.weight.mul_(torch.linspace(0.2, 3, 32))
-    head = trained_mtp(target, steps=200, unrolled=3, lr=5e-3, blind=True)
-    with pytest.MonkeyPatch.context() as patch:
-        if mistake is not None:
-            MISTAKES[mistake](patch, head)
-        model = assisted(target, head, tree=False)
-        for inputs in one_and_four(target):
-            expected = said_by(target, **inputs, **CALL)
-            assert model.generate(**inputs, **CALL).tolist() == expected.tolist()
-    return sum(model.totals.acceptance_by_position)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_classic_mistakes_cost_acceptance(mistake):
-    assert tokens_per_draft() > 3
-    assert tokens_per_draft(mistake) < 0.7 * tokens_per_draft()
-
-
-@pytest.mark.parametrize("make", [list, Merged], ids=["in turns", "in one tree"])
-def test_among_others(make):
-    """Another head reads other states of the same forward passes."""
-    target = llama()
-    spec = make([MTP(trained_mtp(target)), Eagle(trained_head(target, 3)), "suffix"])
-    model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=4)
-    for inputs in one_and_four(target):
-        with no_fallback():
-            ours = model.generate(**inputs, **CALL)
-        assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
-    assert model.totals.accepted > 0
 
 
 # ---- what a report, a pair and a plan say

@@ -10,14 +10,14 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
 from covering import each_once, in_turns, over
-from methods import HEADS, LISTS
+from methods import HEADS, LISTS, dflash, mtp
 from pairs import CALL, ENDS, said_by
 from test_methods import assisted_without_fallback
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import PreTrainedModel
 
-from assisted import AssistedModelForCausalLM, Merged
+from assisted import MTP, AssistedModelForCausalLM, Merged
 from assisted.drafters.base import Call, Drafter, Drafting, Spec, Target
 from assisted.drafts import Draft, Round
 from assisted.engine.needs import NOTHING, Needs
@@ -166,7 +166,7 @@ def test_all_states_of_a_deeper_target(beside):
 
 @functools.cache
 def spec_of(name: str, head: str) -> Any:
-    return HEADS[head](target_of(name))
+    return (HEADS | {"mtp": lambda target: MTP(mtp(target)), "dflash": dflash})[head](target_of(name))
 
 
 @functools.cache
@@ -174,9 +174,24 @@ def target_of(name: str) -> PreTrainedModel:
     return build(BY_NAME[name])
 
 
+OF_LLAMA = [
+    *(("mtp", "eagle", "suffix"), ("dflash", "eagle", "suffix")),
+    *(("assistant", "eagle", "suffix"), ("assistant", "eagle", "early-exit")),
+]
+
+
 @pytest.mark.filterwarnings("ignore:draft. with")  # that a tiny model has no layers to spare
-@pytest.mark.parametrize("heads,make", in_turns(LISTS, [list, Merged]))
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "name,heads,make",
+    [
+        *(
+            pytest.param(name, *case.values, marks=case.marks)
+            for name in ("llama", "gemma3", "gpt2", "bloom")
+            for case in in_turns(LISTS, [list, Merged])
+        ),
+        *(("llama", heads, make) for heads in OF_LLAMA for make in (list, Merged)),
+    ],
+)
 def test_several_heads_in_a_list(name, heads, make):
     """Token by token what plain `generate` writes: one row, a ragged batch, and another turn over the cache returned."""
     target = target_of(name)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import drafts_of
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by, tokenizer
 from transformers import AutoModelForCausalLM
@@ -42,27 +43,12 @@ def pair(name: str = "llama", draft_length: Any = 4, **kwargs: Any) -> tuple[Any
     return target, draft, AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=draft_length)
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[int], Any, list[int]]]:
-    """Of every draft: the text of each row, the rows that had not ended, the draft, and slots that were kept."""
-    seen, propose = [], PardDrafting.propose
-
-    def watched(drafting: PardDrafting, text: Any, budget: int) -> Any:
-        rows = [text.ids[row, :length].tolist() for row, length in enumerate(text.lengths)]
-        draft = propose(drafting, text, budget)
-        assert drafting.runner is not None
-        seen.append((rows, text.unfinished, draft, list(drafting.runner.cache.known)))
-        return draft
-
-    monkeypatch.setattr(PardDrafting, "propose", watched)
-    return seen
-
-
 @pytest.mark.parametrize("name", SOME)
 @torch.no_grad()
 def test_a_draft_is_what_masks_after_the_text_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round of a ragged batch: the whole text and the masks, read by the draft alone, give the same tokens."""
     _, draft, model = pair(name)
-    seen, inputs = watch(monkeypatch), prompt(rows=3)
+    seen, inputs = drafts_of(monkeypatch, PardDrafting), prompt(rows=3)
     mask = inputs["attention_mask"]
     with no_fallback():
         model.generate(inputs["ids"], attention_mask=mask, **CALL | {"eos_token_id": ENDS})
@@ -82,7 +68,7 @@ def test_one_forward_pass_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
     ids, call = prompt()["ids"], CachedModel.__call__
     model.generate(ids, **CALL)  # at first, faster forms of the models are compared with the models
-    seen = watch(monkeypatch)
+    seen = drafts_of(monkeypatch, PardDrafting)
 
     def counted(self: CachedModel, ids: Any, draft: Any = None, used: Any = None) -> Any:
         if draft is None:  # not the target
@@ -102,20 +88,9 @@ def test_the_most_tokens_are_those_of_the_training(monkeypatch: pytest.MonkeyPat
         draft = draft_of(target, spd_type="pard", pard_token=MASK, **fields)
         model = AssistedModelForCausalLM.from_models(target, draft=Pard(draft, tokens=tokens), draft_length=12)
         with monkeypatch.context() as patch:
-            seen = watch(patch)
+            seen = drafts_of(patch, PardDrafting)
             model.generate(prompt()["ids"], **CALL | {"max_new_tokens": 30})
         assert max(draft.width for _, _, draft, _ in seen) == most
-
-
-@pytest.mark.parametrize("processors", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
-def test_processors_see_the_drafted_prefix(processors: dict[str, Any]) -> None:
-    target, _, model = pair()
-    inputs = prompt(rows=3)
-    kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 30} | processors
-    with no_fallback():
-        ours = model.generate(inputs["ids"], **kwargs)
-    assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
-    assert 0 < model.totals.accepted < model.totals.drafted
 
 
 def test_turns_of_a_session_and_short_contexts() -> None:

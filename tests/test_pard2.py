@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import drafts_of
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
@@ -34,19 +35,8 @@ def saved(target: Any, folder: Path, bias: bool = False, **fields: Any) -> Path:
     return folder
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[list[int]], list[int], Any]]:
-    """Of every draft: the text of each row, the rows that had not ended, and the draft."""
-    seen, propose = [], Pard2Drafting.propose
-
-    def watched(drafting: Pard2Drafting, text: Any, budget: int) -> Any:
-        rows = [text.ids[row, :length].tolist() for row, length in enumerate(text.lengths)]
-        draft = propose(drafting, text, budget)
-        seen.append((rows, text.unfinished, draft))
-        assert all(len(features) <= 2 for features in drafting.features)  # what was read is not kept
-        return draft
-
-    monkeypatch.setattr(Pard2Drafting, "propose", watched)
-    return seen
+def few_features(drafting: Pard2Drafting) -> None:
+    assert all(len(features) <= 2 for features in drafting.features)  # what was read is not kept
 
 
 @torch.no_grad()
@@ -72,19 +62,19 @@ def test_a_draft_is_what_text_states_and_masks_say(
     folder = str(saved(target, tmp_path, bias=fast == "auto"))
     model = AssistedModelForCausalLM.from_models(target, folder, draft_length=4, fast=fast)
     assert type(model.drafter) is Pard2Drafter
-    seen, inputs = watch(monkeypatch), prompt(rows=3)
+    seen, inputs = drafts_of(monkeypatch, Pard2Drafting, few_features), prompt(rows=3)
     kwargs = CALL | {"attention_mask": inputs["attention_mask"], "eos_token_id": ENDS}
     with no_fallback():
         ours = model.generate(inputs["ids"], **kwargs)
     assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
     assert len(seen) > 5
     without = []
-    for rows, unfinished, proposed in seen:
+    for rows, unfinished, proposed, _ in seen:
         for row in unfinished:
             text = rows[row][int((inputs["attention_mask"][row] == 0).sum()) :]
             assert proposed.tokens[row].tolist() == alone(target, model.drafter, text, proposed.width - 1)
             without.append(alone(target, model.drafter, text, proposed.width - 1, reads=False))
-    assert without != [draft.tokens[row].tolist() for _, rows, draft in seen for row in rows]  # the states matter
+    assert without != [draft.tokens[row].tolist() for _, rows, draft, _ in seen for row in rows]  # the states matter
 
 
 def test_sampling_follows_the_targets_distribution(tmp_path: Path) -> None:
@@ -100,14 +90,14 @@ def test_sampling_follows_the_targets_distribution(tmp_path: Path) -> None:
 def test_turns_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, str(saved(target, tmp_path, bias=True)), draft_length=4)
-    seen = watch(monkeypatch)
+    seen = drafts_of(monkeypatch, Pard2Drafting, few_features)
     session, text = model.session(), prompt()["ids"]
     for _ in range(3):
         with no_fallback():
             ours = model.generate(text, past_key_values=session, **CALL)
         assert ours.tolist() == said_by(target, text, **CALL).tolist()
         text = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
-    for (row,), _, proposed in seen:
+    for (row,), _, proposed, _ in seen:
         assert proposed.tokens[0].tolist() == alone(target, model.drafter, row, proposed.width - 1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import drafts_of
 from architectures import build, random_ids
 from eagle_heads import features_of, random_head, written
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
@@ -58,16 +59,7 @@ def alone(target: Any, head: Any, text: list[int], tokens: int) -> list[int]:
 def test_a_draft_is_what_masks_after_the_text_say(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round of a ragged batch. The slots hold the text's columns, and no masks."""
     target, head, model = pair(**SHAPES[shape])
-    seen, propose = [], EagleDrafting.propose
-
-    def watched(drafting: EagleDrafting, text: Any, budget: int) -> Any:
-        rows = [text.ids[row, :length].tolist() for row, length in enumerate(text.lengths)]
-        draft = propose(drafting, text, budget)
-        assert drafting.runner is not None
-        seen.append((rows, text.unfinished, draft, list(drafting.runner.cache.known)))
-        return draft
-
-    monkeypatch.setattr(EagleDrafting, "propose", watched)
+    seen = drafts_of(monkeypatch, EagleDrafting)
     inputs = prompt(rows=3)
     mask, kwargs = inputs["attention_mask"], CALL | {"eos_token_id": ENDS}
     with no_fallback():

@@ -2,7 +2,6 @@
 the text."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, coun
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
-from assisted.distribution import probabilities
 from assisted.drafters import ModelDrafter
 from assisted.drafters.other_tokenizer import TranslatedDrafter, TranslatedDrafting, _Choice
 from assisted.lengths import Fixed
@@ -247,25 +245,6 @@ def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkey
     assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
 
 
-@pytest.mark.slow  # what the test above can see, not what the package does
-def test_a_distribution_that_is_not_renormalised_is_found(monkeypatch):
-    """The test's own power: q as the draft says it, with what the target lacks left out but not made up for."""
-    model = sampler(OTHERS["no shared c"], ("tokens",))
-    drawn = TranslatedDrafting._as_tokens
-
-    def unequal(self, text, budget, room, logits):
-        draft = drawn(self, text, budget, room, logits)
-        share = probabilities(logits.float())[:, self.to_draft[self.to_draft < 5]].sum(-1)
-        return dataclasses.replace(draft, q=draft.q * share[:, None, None])
-
-    monkeypatch.setattr(TranslatedDrafting, "_as_tokens", unequal)
-    torch.manual_seed(3)
-    ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=1, top_k=0
-    )
-    assert p_value(counts(ids), exact_distribution(model.target, top_k=0)) < ALPHA
-
-
 def test_q_is_the_distribution_of_the_draft_on_what_both_can_say(monkeypatch):
     model = sampler(OTHERS["no shared c"], ("tokens",))
     drafts = []
@@ -318,13 +297,6 @@ def test_the_way_that_is_accepted_more_is_taken():
 
 
 # --- loading and saving
-
-
-def test_what_cannot_work_is_refused():
-    target = build(BY_NAME["llama"])
-    names = ("[PAD]", "[BOS]", "[EOS]")
-    with pytest.raises(ValueError, match=r"draft: .*shares no token"):
-        made(target, target, characters(), characters(first="À", special=names))
 
 
 def test_the_same_tokenizer_takes_the_ordinary_path():

@@ -65,14 +65,6 @@ def command(folders: Path, questions: Path, *more: str) -> list[str]:
     return ["bench", *pair, "--prompts", str(questions), *SMALL, *more]
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["bench", "--help"])
-    assert end.value.code == 0
-    out = capsys.readouterr().out
-    assert all(f"--{name}" in out for name in ("target", "drafts", "prompts", "context", "batch", "json", "html"))
-
-
 def test_a_table_and_a_file(
     folders: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,9 @@ def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 # Arguments, errors, exit codes
 
 
-@pytest.mark.parametrize("argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["doctor"], ["bench"]], ids=str
+)
 def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*argv, "--help"])
@@ -121,8 +123,12 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: assisted" in out
     if argv not in ([], ["zoo"]):
         assert "--json" in out
-    if argv and argv[0] in ("demo", "generate", "chat"):
-        assert all(f"--{name}" in out for name in ("target", "draft", "draft-quantization", "draft-length"))
+    of_pairs = ("target", "draft", "draft-quantization", "draft-length")
+    options = dict.fromkeys(("demo", "generate", "chat"), of_pairs) | {
+        "doctor": ("device", "dtype", "draft", "text"),
+        "bench": ("target", "drafts", "prompts", "context", "batch", "html"),
+    }
+    assert all(f"--{name}" in out for name in options.get(" ".join(argv), ()))
 
 
 @pytest.mark.parametrize("argv", [[], ["zoo"], ["train"]], ids=str)
@@ -153,11 +159,6 @@ def test_help_has_80_columns_and_examples_that_parse(
         assert cli._parser().parse_args(shlex.split(line.rpartition("|")[2])[1:]).command
 
 
-def test_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "assisted", "--help"], capture_output=True, text=True, check=True)
-    assert "usage: assisted" in done.stdout
-
-
 def test_standard_error_has_nothing_that_a_user_cannot_act_on() -> None:
     """transformers imports torchao where it is installed, and torchao logs several lines about its own kernels."""
     argv = [sys.executable, "-m", "assisted", "generate", "def f(", "--max-new-tokens", "2", "--quiet"]
@@ -179,7 +180,7 @@ def test_help_imports_neither_torch_nor_transformers(started: str) -> None:
             "import runpy; runpy.run_module('assisted', run_name='__main__')",
         )
     done = subprocess.run([sys.executable, "-c", f"{code}\n{run}"], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\n[]\n")
+    assert "usage: assisted" in done.stdout and done.stdout.endswith("\n[]\n")
 
 
 @pytest.mark.parametrize(
@@ -299,13 +300,6 @@ def test_generate_with_a_window(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     completion = run_json(capsys, *argv, "--draft-window", "8")["completion"]
     assert loaded[0].drafter.window == 8
     assert completion == run_json(capsys, *argv, "--plain")["completion"]
-
-
-def test_generate_plain_is_the_same_text(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", PROMPT, "--max-new-tokens", "24"]
-    assisted, plain = run_json(capsys, *argv), run_json(capsys, *argv, "--plain")
-    assert plain["completion"] == assisted["completion"]
-    assert plain["report"]["drafted"] == 0
 
 
 def test_generate_streams_the_text_and_reports_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

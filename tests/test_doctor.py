@@ -527,14 +527,6 @@ def test_progress_is_told_within_a_step() -> None:
         assert shares == sorted(shares) and len(set(shares)) >= 3
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "--help"])
-    assert end.value.code == 0
-    said = capsys.readouterr().out
-    assert all(option in said for option in ("--json", "--device", "--dtype", "--draft", "--text"))
-
-
 def test_a_saved_pair_brings_its_own_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft").save_pretrained(tmp_path)
     quick = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]

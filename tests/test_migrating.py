@@ -269,15 +269,6 @@ def test_an_interrupt_in_an_early_exit(target: Any, draft: Any, inputs: dict[str
     assert pair.generate(**inputs, **CALL).tolist() == plain.tolist()
 
 
-def test_early_exits_read_a_token_once(target: Any, draft: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """The page says so of ours: the first layer reads the prompt, the drafted tokens and one token a round."""
-    pair = ours("early exit", target, draft)
-    with counted(target.model.layers[0]) as read:
-        pair.generate(**inputs, **CALL)
-    report = pair.report
-    assert sum(read) <= inputs["input_ids"].shape[1] + report.drafted + report.target_passes
-
-
 def test_the_heuristic(target: Any, draft: Any, pair: Any, inputs: dict[str, torch.Tensor]) -> None:
     before = draft.generation_config.to_dict()
     pair.generate(**inputs, **CALL)

@@ -222,9 +222,17 @@ def mask_of(ids: Any, kwargs: dict[str, Any], config: GenerationConfig | None, o
     return ids.ne(pad).long()
 
 
-def is_padded_at_end(mask: Any) -> bool:
-    """Whether an attention mask, [B, P] or None, hides the last token of a row."""
-    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] > 0 and not bool(mask[:, -1].all())
+def padding_at_end(mask: Any) -> str | None:
+    """What is wrong with an attention mask, [B, P] or None, that hides the end of a row, but not all of it; else None."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] == 0:
+        return None
+    rows = (mask.any(1) & (mask[:, -1] == 0)).nonzero()[:, 0].tolist()
+    if not rows:
+        return None
+    return (
+        f"attention_mask: row {rows[0]} ends in padding (if a mask is left out, pad tokens count), so the text after it does "
+        "not follow from the prompt; pad on the left (tokenizer.padding_side = 'left')"
+    )
 
 
 def require_numbers(config: GenerationConfig | None, own: GenerationConfig | None, kwargs: dict[str, Any]) -> None:

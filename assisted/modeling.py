@@ -35,8 +35,8 @@ from .admission import (
     Asked,
     asked_for,
     beside_text,
-    is_padded_at_end,
     mask_of,
+    padding_at_end,
     require_numbers,
     require_own_drafting,
     require_tensors,
@@ -449,11 +449,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         of_tokens = None if others else prompt
         resumes = not isinstance(kwargs.get(CACHE), Session) or self._resumes(settings)
         mask = mask_of(of_tokens, kwargs, generation_config, self.generation_config)
-        if is_padded_at_end(mask) and not Traits.of(self.target).crosses:
-            settings.note(
-                "attention_mask: hides the end of a prompt, and the text goes on after the padding, as that of transformers "
-                "does; pad on the left (tokenizer.padding_side = 'left')"
-            )
+        if not Traits.of(self.target).crosses and (padded := padding_at_end(mask)) is not None:
+            if drafts:
+                raise ValueError(f"{padded}, or pass assisted=False for what the target's own generate makes of it")
+            settings.note(padded)
         with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, mask, resumes):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
@@ -471,6 +470,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             else:
                 first = () if inputs is None else (inputs,)  # its name differs between models
                 output = read_plainly(self.target, first, generation_config, kwargs)
+                recorder.warnings = settings.warnings
         if not recorder.row_tokens:
             if Traits.of(self.target).crosses:  # what went into the encoder is not in the text
                 prompt = kwargs.get("decoder_input_ids")

@@ -196,9 +196,14 @@ def test_long_padding_in_front_is_handed_back_as_well(name: str) -> None:
 # --- prompts that are hidden elsewhere than on the left
 
 HIDDEN = {
-    "right": [[1] * 12, [1] * 9 + [0] * 3, [1] * 6 + [0] * 6, [1] * 11 + [0]],
     "holes": [[1] * 12, [1] * 5 + [0] * 3 + [1] * 4, [0] * 2 + [1] * 3 + [0] + [1] * 6, [1, 0] * 5 + [1, 1]],
-    "both": [[0] * 2 + [1] * 8 + [0] * 2, [1] * 4 + [0] * 4 + [1] * 2 + [0] * 2, [0] * 11 + [1], [1] + [0] * 11],
+    "both": [
+        [0] * 2 + [1] * 3 + [0] * 6 + [1],
+        [0] + [1] * 4 + [0] * 4 + [1] * 3,
+        [0] * 11 + [1],
+        [1] + [0] * 10 + [1],
+    ],
+    "a row": [[1] * 12, [0] * 12, [1] * 5 + [0] * 3 + [1] * 4, [0] * 12],
 }
 
 
@@ -213,7 +218,7 @@ HIDDEN = {
         for rows in (1, 4)
     ],
 )
-def test_padding_on_the_right_and_holes(name: str, hidden: str, rows: int, mode: str) -> None:
+def test_holes_and_rows_without_a_text(name: str, hidden: str, rows: int, mode: str) -> None:
     """Positions go on from that of the last column, whatever it is: of hidden ones it is 0."""
     target, model = target_of(name)
     some = slice(1, 2) if rows == 1 else slice(0, 4)

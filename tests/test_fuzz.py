@@ -63,6 +63,11 @@ def test_a_processor_that_writes_in_place_beside_logits() -> None:
     assert run(Case(steps=(Call((12, 9), arguments=ARGUMENTS | more),))).failures == []
 
 
+def test_padding_at_the_end_is_refused() -> None:
+    outcome = run(Case(steps=(Call((12, 9), pads="right", arguments=ARGUMENTS),)))
+    assert outcome.failures == [] and "ends in padding" in outcome.refused[0]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_whether_a_call_meets_nans_does_not_depend_on_chance(seed: int) -> None:
     call = Call((20,), 336, arguments=ARGUMENTS)

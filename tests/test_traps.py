@@ -602,12 +602,42 @@ def test_tokenizers_that_are_handed_out_pad_on_the_left() -> None:
     assert AssistedModelForCausalLM.from_models(pair.target).tokenizer.padding_side == "left"
 
 
-def test_a_prompt_that_ends_in_padding_is_reported() -> None:
+def test_a_prompt_that_ends_in_padding_is_an_error() -> None:
+    """Plain `generate` goes on after the padding, and writes what does not follow from the prompt."""
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, "ngram")
     ids, mask = random_ids(target, 2, 9), torch.ones(2, 9, dtype=torch.int64)
     model.generate(ids, attention_mask=mask, **CALL)
     assert not model.report.warnings
-    mask[1, 6:] = 0
+    mask[0] = 0  # a row without a text
     model.generate(ids, attention_mask=mask, **CALL)
-    assert "pad on the left" in model.report.warnings[0]
+    mask[1, 6:] = 0
+    padded, embeds = ids.where(mask.bool(), CALL["pad_token_id"]), target.get_input_embeddings()(ids).detach()
+    for given in ({"inputs": ids, "attention_mask": mask}, {"inputs": padded}, {"inputs": padded[1:]}):
+        with pytest.raises(ValueError, match=r"attention_mask: row [01] ends in padding.*padding_side = 'left'"):
+            model.generate(**given, **CALL)
+    with pytest.raises(ValueError, match="attention_mask: row 1"):
+        model.generate(inputs_embeds=embeds, attention_mask=mask, **CALL)
+    text = model.generate(ids, attention_mask=mask, assisted=False, **CALL)
+    assert text.tolist() == target.generate(ids, attention_mask=mask, **CALL).tolist()
+    assert "ends in padding" in model.report.warnings[0]
+
+
+def test_padding_in_a_pipeline_and_beside_many_prompts() -> None:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target")
+    tokenizer, texts = pair.tokenizer, ["def mean(values):\n", "a = 1"]
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    call = {"max_new_tokens": 8, "do_sample": False}
+    alone = [pair.target.generate(tokenizer(text, return_tensors="pt").input_ids, **call)[0].tolist() for text in texts]
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        prompts = [tokenizer(text, padding="max_length", max_length=20, return_tensors="pt") for text in texts]
+        answers = sorted(pair.generate_many(prompts, **call), key=lambda answer: answer.index)
+        assert [answer.ids.tolist() for answer in answers] == alone
+    asked = pipeline("text-generation", model=pair, tokenizer=tokenizer, batch_size=2, device="cpu")
+    tokenizer.padding_side = "right"  # newer pipelines set it to the left
+    with pytest.raises(ValueError, match="attention_mask: row 1 ends in padding"):
+        asked(texts, **call)
+    tokenizer.padding_side = "left"
+    for text, ids, (found,) in zip(texts, alone, asked(texts, **call), strict=True):
+        assert found["generated_text"] == text + tokenizer.decode(ids[len(tokenizer(text).input_ids) :])

@@ -233,11 +233,13 @@ def _require_renewal(drafting: Drafting, name: str) -> None:
 
 
 def _ids(prompt: Any, number: int) -> torch.Tensor:
-    """A prompt's tokens, [P] int64: of a list of ids, a tensor [P] or [1, P], or what a tokenizer returns."""
+    """A prompt's tokens, [P] int64: of a list of ids, a tensor [P] or [1, P], or what a tokenizer returns, without padding."""
     found = prompt["input_ids"] if hasattr(prompt, "keys") else prompt
     if isinstance(found, str):
         raise ValueError(f"prompts: number {number} is text; pass token ids, such as tokenizer(text).input_ids")
     ids = torch.as_tensor(found)
+    if hasattr(prompt, "keys") and (mask := prompt.get("attention_mask")) is not None and ids.shape[:-1] in ((), (1,)):
+        ids = ids[torch.as_tensor(mask).view(ids.shape) != 0]
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or not len(ids) or ids.is_floating_point():
         raise ValueError(

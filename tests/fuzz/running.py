@@ -291,6 +291,9 @@ def _compare(
             outcome.failures.append(f"{_of(call)}: only the target alone raises {_said(error)}")
         return False
     assert plain is not None and assisted is not None
+    if talk.mask is not None and bool((talk.mask.any(1) & (talk.mask[:, -1] == 0)).any()):
+        outcome.failures.append(f"{_of(call)}: the pair takes a prompt that ends in padding")
+        return False
     outcome.calls += 1
     if pair.report is not None:
         outcome.drafted += pair.report.drafted

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel, Qwen3Config
 
-from .eagle_config import LAYER_FIELDS, EagleConfig, HeadConfig
+from .eagle_config import LAYER_FIELDS, EagleConfig, HeadConfig, require_sound
 
 Markov = Literal["vanilla", "gated", "rnn"]
 _MARKOVS = ("vanilla", "gated", "rnn")
@@ -68,29 +68,24 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         reduced = self.draft_vocab_size != self.vocab_size
-        for wrong, said in (
-            (self.drafts < 1, f"block_size: a block of {self.block_size} drafts nothing"),
-            (
-                self.slides and (self.sliding_window or 0) < self.block_size,
-                f"sliding_window: {self.sliding_window} is less than the block of {self.block_size}",
-            ),
-            (
-                self.markov not in (None, *_MARKOVS),
-                f"markov: {self.markov!r} is not known; one of {', '.join(_MARKOVS)}",
-            ),
-            ((self.markov is None) != (self.markov_rank == 0), "markov, markov_rank: one without the other"),
-            (self.markov == "rnn" and not self.next_token, "markov: 'rnn' is defined for next-token rows only"),
-            (self.confidence_markov and self.markov is None, "confidence_markov: there is no Markov head"),
-            (self.markov is not None and self.selector_rank > 0, "markov, selector_rank: only one of them"),
-            (reduced and self.selector_rank > 0, "selector_rank: a selector needs the whole vocabulary"),
-            (reduced and not self.own_output, "own_output: a reduced vocabulary needs an output embedding of its own"),
-            (
-                self.conv_size > 0 and self.hidden_size % self.conv_group_size > 0,
-                "conv_group_size: must divide hidden_size",
-            ),
-        ):
-            if wrong:
-                raise ValueError(said)
+        markovs, has_markov = ", ".join(_MARKOVS), self.markov is not None
+        require_sound(
+            {
+                f"block_size: a block of {self.block_size} drafts nothing": self.drafts < 1,
+                f"sliding_window: {self.sliding_window} is less than the block of {self.block_size}": self.slides
+                and (self.sliding_window or 0) < self.block_size,
+                f"markov: {self.markov!r} is not known; one of {markovs}": has_markov and self.markov not in _MARKOVS,
+                "markov, markov_rank: one without the other": has_markov != (self.markov_rank > 0),
+                "markov: 'rnn' is defined for next-token rows only": self.markov == "rnn" and not self.next_token,
+                "confidence_markov: there is no Markov head": self.confidence_markov and not has_markov,
+                "markov, selector_rank: only one of them": has_markov and self.selector_rank > 0,
+                "selector_rank: a selector needs the whole vocabulary": reduced and self.selector_rank > 0,
+                "own_output: a reduced vocabulary needs an output embedding of its own": reduced
+                and not self.own_output,
+                "conv_group_size: must divide hidden_size": self.conv_size > 0
+                and self.hidden_size % self.conv_group_size > 0,
+            }
+        )
 
     @property
     def drafts(self) -> int:

@@ -51,24 +51,18 @@ _NAMES = (
     *("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
 )
 """Tensors that tell the layouts apart."""
+_SAME = ("draft_vocab_size", "block_size", "mask_token_id", "last_normed", "markov_rank", "conv_group_size")
 _KEYS = {
-    "draft_vocab_size": ("draft_vocab_size",),
-    "block_size": ("block_size",),
-    "mask_token_id": ("mask_token_id",),
+    **{name: (name,) for name in (*_SAME, "selector_rank", "selector_top_k")},
     "next_token": ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
     "causal": ("is_causal", "causal"),
-    "last_normed": ("last_normed",),
     "embedding_scale": ("input_embedding_scale",),
     "logit_scale": ("output_multiplier",),
     "logit_cap": ("final_logit_softcapping",),
     "markov": ("markov_head_type",),
-    "markov_rank": ("markov_rank",),
     "confidence": ("enable_confidence_head", "use_confidence_head"),
     "confidence_markov": ("confidence_head_with_markov",),
     "conv_size": ("conv_kernel_size",),
-    "conv_group_size": ("conv_group_size",),
-    "selector_rank": ("selector_rank",),
-    "selector_top_k": ("selector_top_k",),
 }
 """The names in configs of what is in `BlockConfig`, first speculators'."""
 

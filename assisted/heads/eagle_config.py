@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,12 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     """A low, a middle and a high layer of a target, as indices into transformers' `hidden_states`: 2, L // 2, L - 3."""
     low, middle, high = sorted(min(max(1, tap), layers) for tap in (2, layers // 2, layers - 3))
     return low, middle, high
+
+
+def require_sound(wrong: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first of these messages whose condition holds."""
+    if found := [said for said, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(found[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +84,16 @@ class HeadConfig:
         self._default("layer_types", (FULL,) * self.num_hidden_layers)
         for name in ("taps", "layer_types"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.taps:
-            raise ValueError("taps: name at least one of the target's hidden states")
-        if len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {FULL, SLIDING}:
-            raise ValueError(f"layer_types: {self.kinds} are not {self.num_hidden_layers} of {FULL} and {SLIDING}")
-        if self.slides and (type(self.sliding_window) is not int or self.sliding_window < 1):
-            raise ValueError(f"sliding_window: {self.sliding_window!r} is not a number of positions, at least 1")
+        kinds, count, window = self.kinds, self.num_hidden_layers, self.sliding_window
+        require_sound(
+            {
+                "taps: name at least one of the target's hidden states": not self.taps,
+                f"layer_types: {kinds} are not {count} of {FULL} and {SLIDING}": len(kinds) != count
+                or not {*kinds} <= {FULL, SLIDING},
+                f"sliding_window: {window!r} is not a number of positions, at least 1": self.slides
+                and (type(window) is not int or window < 1),
+            }
+        )
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
@@ -135,26 +146,22 @@ class EagleConfig(HeadConfig):
         super().__post_init__()
         self._default("fc_bias", self.version == 1)
         mask = self.mask_token_id
-        for wrong, said in (
-            (self.version not in (1, 3), f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3"),
-            (self.layer not in CONFIGS, f"layer: {self.layer!r} is not known; one of {', '.join(CONFIGS)}"),
-            (self.norm_before_fc and self.fc_norm, "norm_before_fc, fc_norm: only one of them can be true"),
-            (
-                self.version == 1 and (len(self.taps) != 1 or self.target_hidden_size != self.hidden_size),
-                f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({self.hidden_size}), not "
-                f"{len(self.taps)} of {self.target_hidden_size}",
-            ),
-            (
-                not (mask is None or (self.version == 3 and type(mask) is int and 0 <= mask < self.vocab_size)),
-                f"mask_token_id: {mask!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens",
-            ),
-            (
-                type(self.parallel_tokens) is not int or self.parallel_tokens < 1,
-                f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1",
-            ),
-        ):
-            if wrong:
-                raise ValueError(said)
+        size = self.hidden_size
+        is_token = mask is None or (self.version == 3 and type(mask) is int and 0 <= mask < self.vocab_size)
+        require_sound(
+            {
+                f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3": self.version not in (1, 3),
+                f"layer: {self.layer!r} is not known; one of {', '.join(CONFIGS)}": self.layer not in CONFIGS,
+                "norm_before_fc, fc_norm: only one of them can be true": self.norm_before_fc and self.fc_norm,
+                f"taps, target_hidden_size: EAGLE-1 reads one state as wide as its own ({size}), not {len(self.taps)} of "
+                f"{self.target_hidden_size}": self.version == 1
+                and (len(self.taps) != 1 or self.target_hidden_size != size),
+                f"mask_token_id: {mask!r} is not a token of an EAGLE-3 head with {self.vocab_size} tokens": not is_token,
+                f"parallel_tokens: {self.parallel_tokens!r} is not a number of tokens, at least 1": (
+                    type(self.parallel_tokens) is not int or self.parallel_tokens < 1
+                ),
+            }
+        )
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:

@@ -261,12 +261,8 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
     if config.version == 1:
         return {**fields, "bias": config.fc_bias}
     counted = [tap - (min(config.taps) <= 2) for tap in config.taps]  # as SGLang tells layers from states: see _taps_of
-    return {
-        **fields,
-        **_values(config),
-        _TAPS: list(config.taps),
-        "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted},
-    }
+    nested = {"use_aux_hidden_state": True, _TAPS: counted}
+    return {**fields, **_values(config), _TAPS: list(config.taps), "eagle_config": nested}
 
 
 def _values(config: EagleConfig) -> dict[str, Any]:
@@ -281,13 +277,8 @@ def _of_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str
             "format: 'speculators' supports no biases for queries, keys and values only, and none of fc; use 'eagle'"
         )
     parallel = config.mask_token_id is not None
-    fields = {
-        **_values(config),
-        _TAPS: list(config.taps),
-        "embed_requires_grad": parallel,
-        "tie_word_embeddings": False,
-        "dtype": dtype_of(head),
-    }
+    fields = {**_values(config), _TAPS: list(config.taps), "embed_requires_grad": parallel, "dtype": dtype_of(head)}
+    fields["tie_word_embeddings"] = False
     layer = written_layer(head, model_type=config.layer, attention_bias=config.o_bias, mlp_bias=config.mlp_bias)
     kind, architecture = ("peagle", "PEagleSpeculator") if parallel else ("eagle3", "Eagle3DraftModel")
     tokens = config.parallel_tokens if parallel else 3
@@ -307,33 +298,22 @@ def verifier_of(target: PreTrainedModel | None) -> dict[str, Any]:
 
 
 def as_speculators(
-    kind: str,
-    architecture: str,
-    fields: Mapping[str, Any],
-    layer: dict[str, Any],
-    tokens: int,
-    verifier: dict[str, Any],
+    kind: str, architecture: str, fields: Any, layer: Mapping[str, Any], tokens: int, verifier: Mapping[str, Any]
 ) -> dict[str, Any]:
     """config.json of speculators' format. kind, architecture: there. fields: of the head. layer: the config of its layers.
     tokens: of a draft. verifier: the target."""
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens} | {
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
+    drafting = {"algorithm": kind, "default_proposal_method": "greedy", "proposal_methods": [proposal]}
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
         "speculators_version": VERSION,
         **fields,
         "transformer_layer_config": layer,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": verifier,
-        },
+        "speculators_config": {**drafting, "verifier": verifier},
     }
 
 

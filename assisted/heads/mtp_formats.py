@@ -157,7 +157,7 @@ def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
     if not isinstance(kind, str) or kind not in FAMILIES or not isinstance(layers, int):
         return False
     files = files_by_tensor(folder)
-    own = _located(fields, files, kind, layers)[2]
+    own = _located(fields, files, FAMILIES[kind], layers)[2]
     return bool(own) and set(own) == files.keys()
 
 
@@ -188,11 +188,9 @@ def _checked(
         found, number = _in_folder(path, config, hub)
     with loading("draft", found.folder):
         layout, stored, kinds = found.layout, grouped(found.shapes).keys(), _kinds_of_layers(config)
-        expected: Parts = {}
+        expected, width = Parts(), config.hidden_size
         for k in range(number):
-            sizes = dict.fromkeys(layout.fixed, (config.hidden_size,)) | {
-                "fuse": (config.hidden_size, 2 * config.hidden_size)
-            }
+            sizes = dict.fromkeys(layout.fixed, (width,)) | {"fuse": (width, 2 * width)}
             of_kinds = [{f"{k}.{name}": size for name, size in kind.items()} for kind in kinds]
             expected |= {f"{k}.{name}.weight": size for name, size in sizes.items()}
             expected |= min(of_kinds, key=lambda kind: len(layout.all_parts(kind).keys() ^ stored))
@@ -206,7 +204,8 @@ def _in_folder(path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any
         folder = find_folder(path, patterns, **hub)
         with loading("draft", folder):
             fields, files = _fields(folder), files_by_tensor(folder)
-            if _located(fields, files, config.model_type, config.num_hidden_layers)[2]:
+            family = _layout_of(fields, config.model_type)
+            if family is not None and _located(fields, files, family, config.num_hidden_layers)[2]:
                 break
     with loading("draft", folder):
         layout, number, names = _require_mtp(folder, fields, files, config)
@@ -223,18 +222,13 @@ def _in_folder(path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any
 
 def _in_gguf(file: Path, config: PreTrainedConfig) -> tuple[Checkpoint, int]:
     """The MTP layers in a GGUF file. Raises ValueError if there are none, or none that are supported."""
-    kind, announced, held = gguf.stored(file)
-    layers = config.num_hidden_layers
-    held = {n: t for n, t in held.items() if (m := re.match(r"blk\.(\d+)\.", n)) and int(m[1]) >= layers}
-    if held and GGUF_KINDS.get(kind) != config.model_type:
+    (kind, announced, held), layers = gguf.stored(file), config.num_hidden_layers
+    layout, number, names = _require_mtp(file, {COUNTS[0]: announced}, held, config, GGUF)
+    if GGUF_KINDS.get(kind) != config.model_type:
         raise ValueError(
             f"draft: {file}: MTP layers in GGUF files are read of {', '.join(GGUF_KINDS)}, for targets of the same kind, not "
             f"of {kind} for {config.model_type}. {_ORIGINAL}"
         )
-    number = max([announced, *(int(name.split(".")[1]) - layers + 1 for name in held)])
-    layout = replace(GGUF, layers=layers, named=gguf.naming(kind, layers + number) if held else str, config=config)
-    copies = {layout.placed(name, k) for k in range(number) for name in layout.copies}
-    _require_any(file, {COUNTS[0]: announced}, held, config)
 
     def read(name: str) -> Tensor:
         numbers = torch.from_numpy(held[name].numbers())
@@ -243,8 +237,9 @@ def _in_gguf(file: Path, config: PreTrainedConfig) -> tuple[Checkpoint, int]:
         numbers = numbers.mT if name.endswith(".attn_k_b.weight") else numbers
         return numbers.to(config.dtype or torch.bfloat16)
 
-    shapes = {name: tensor.shape for name, tensor in held.items() if name not in copies}
+    shapes = {name: held[name].shape for name in names}
     shapes |= {n: (s[0], s[2], s[1]) for n, s in shapes.items() if n.endswith(".attn_k_b.weight")}
+    layout = replace(layout, named=gguf.naming(kind, layers + number), config=config)  # type: ignore[call-arg]
     return Checkpoint(file, {}, shapes, {}, layout, read, f". {_ORIGINAL}"), number
 
 
@@ -262,40 +257,43 @@ def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
     )
 
 
+def _layout_of(fields: Mapping[str, Any], kind: str) -> MTPLayout | None:
+    """By config.json and the target's model_type."""
+    return SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(kind)
+
+
 def _require_mtp(
-    where: Path, fields: Mapping[str, Any], names: Iterable[str], config: PreTrainedConfig
+    where: Path,
+    fields: Mapping[str, Any],
+    names: Iterable[str],
+    config: PreTrainedConfig,
+    layout: MTPLayout | None = None,
 ) -> tuple[MTPLayout, int, list[str]]:
-    """`_located`. Raises ValueError if there are no MTP layers, or none that are supported."""
+    """`_located`; by default in the layout of the family. Raises ValueError if there are no MTP layers, or none that are
+    supported."""
     refuse(where, [f"{config.model_type} {name}" for name in names], REFUSED)
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise ValueError(f"draft: {where}: MTP layers with an embedding of their own are not supported")
-    layout, number, own = _located(fields, names, config.model_type, config.num_hidden_layers)
-    _require_any(where, fields if layout else {}, own, config)
-    return layout or SPECULATORS, number, own
-
-
-def _require_any(where: Path, fields: Mapping[str, Any], own: Iterable[str], config: PreTrainedConfig) -> None:
-    """Raise ValueError if there are no tensors of MTP layers. fields: of config.json."""
+    layout = layout or _layout_of(fields, config.model_type)
+    found = None if layout is None else _located(fields, names, layout, config.num_hidden_layers)
+    if found is not None and found[2]:
+        return found
     key, count = _announced(fields)
-    if not own and count:
+    if layout is not None and count:
         raise ValueError(
             f"draft: {where} announces {count} MTP layer{'s' * (count > 1)} ({key}), but none of its files holds their "
             f"tensors. {_ORIGINAL}"
         )
-    if not own:
-        raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
+    raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
 def _located(
-    fields: Mapping[str, Any], files: Iterable[str], kind: str, layers: int
-) -> tuple[MTPLayout | None, int, list[str]]:
-    """The layout of a checkpoint, the number of its MTP layers, and their tensors.
+    fields: Mapping[str, Any], files: Iterable[str], layout: MTPLayout, layers: int
+) -> tuple[MTPLayout, int, list[str]]:
+    """The layout with the checkpoint's root, the number of MTP layers, and their tensors.
 
-    fields: of its config.json. files: the names of all its tensors. kind, layers: the target's model_type and number of layers.
+    fields: of config.json. files: the names of all tensors. layers: of the target.
     """
-    layout = SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(kind)
-    if layout is None:
-        return None, 0, []
 
     def begins(layout: MTPLayout, k: int) -> list[str]:
         return [name for name in files if name.startswith(layout.placed("", k))]

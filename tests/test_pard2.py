@@ -143,7 +143,7 @@ def test_wrong_files_are_refused(tmp_path: Path) -> None:
     target = build(BY_NAME["llama"])
     for number, (fields, said) in enumerate(
         (
-            ({"pard2_target_dim": 4}, "but the config needs"),
+            ({"pard2_target_dim": 4}, r"projection of a PARD-2 draft, holds target_proj.weight of shape \[32, 64\]"),
             ({"pard2_target_layers": [1]}, "it was made for another target"),
             ({"pard2_target_layers": [-1, 99]}, "pard2_target_layers: it reads the hidden states"),
             ({"pard_token": None}, "names no mask token"),

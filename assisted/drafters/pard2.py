@@ -23,12 +23,13 @@ from ..engine.parts import unwrapped, with_children
 from ..engine.prepared import CallSettings, PreparedModule
 from ..engine.runner import CachedModel
 from ..fast.fused import prepare
-from ..heads.files import find_folder
+from ..heads.files import Checkpoint, Layout, find_folder, shapes_by_name
 from ..text import Text
 from .base import Call
 from .pard import PardDrafter, PardDrafting
 
 FILE = "warp_model.bin"
+_LAYOUT = Layout("the projection of a PARD-2 draft", ((r"", "target_proj."),))
 SCALE = 0.02  # of what is added, where the config has none
 
 
@@ -44,8 +45,8 @@ def load_projection(model: PreTrainedModel) -> nn.Linear | None:
     """
     config, path = model.config, model.name_or_path
     try:
-        file = find_folder(path, [FILE]) / FILE
-        if not path or not file.is_file():
+        folder = find_folder(path, [FILE])
+        if not path or not (folder / FILE).is_file():
             raise FileNotFoundError(f"{path or 'a draft in memory'} has no {FILE}")
     except OSError as error:
         warnings.warn(
@@ -54,13 +55,12 @@ def load_projection(model: PreTrainedModel) -> nn.Linear | None:
             stacklevel=2,
         )
         return None
-    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
     inner = config.get_text_config(decoder=True).hidden_size
     made = nn.Linear(config.pard2_target_dim, inner, bias=bool(getattr(config, "pard2_proj_bias", False)))
-    wanted = {f"target_proj.{name}": tensor.shape for name, tensor in made.state_dict().items()}
-    if (found := {name: tensor.shape for name, tensor in tensors.items()}) != wanted:
-        raise ValueError(f"draft: {file} has {found}, but the config needs {wanted}")
-    made.load_state_dict({name.removeprefix("target_proj."): tensor for name, tensor in tensors.items()})
+    shapes = shapes_by_name(made.state_dict())
+    found = Checkpoint.open(folder, (FILE,), needs_config=False).under(_LAYOUT)
+    found.require(shapes)
+    made.load_state_dict(found.tensors(shapes))
     return made.to(model.device, model.dtype).requires_grad_(False)
 
 

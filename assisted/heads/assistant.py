@@ -25,7 +25,7 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.traits import Traits
 from ..loading.files import loading, require_sizes
 from .base import Head
-from .files import Checkpoint, Layout, find_folder, require_tensors, shapes_by_name, write_head
+from .files import Checkpoint, Layout, agreed, find_folder, require_tensors, shapes_by_name, write_head
 
 __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", "save_assistant", "sources_of"]
 
@@ -42,6 +42,13 @@ _REQUIRED = (
     "num_attention_heads",
     "layer_types",
 )
+_SAME = ("vocab_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "attention_bias", "sliding_window")
+_KEYS = {name: (name,) for name in (*_SAME, "max_position_embeddings")} | {
+    "width": ("hidden_size",),
+    "kinds": ("layer_types",),
+    "hidden_act": ("hidden_activation",),
+}
+"""The names in a text config of what is in `AssistantConfig`."""
 
 
 class Source(NamedTuple):
@@ -82,13 +89,13 @@ class AssistantConfig:
     width: int
     intermediate_size: int
     num_attention_heads: int
-    rms_norm_eps: float
-    hidden_act: str
-    attention_bias: bool
-    sliding_window: int
-    max_position_embeddings: int
     centroids: tuple[int, int] | None
     fields: dict[str, Any] = field(repr=False)
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "gelu_pytorch_tanh"
+    attention_bias: bool = False
+    sliding_window: int = 512
+    max_position_embeddings: int = 131_072
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], layers: int) -> AssistantConfig:
@@ -106,22 +113,8 @@ class AssistantConfig:
                 raise ValueError(
                     f"draft: num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
                 )
-        return cls(
-            hidden_size=fields["backbone_hidden_size"],
-            vocab_size=text["vocab_size"],
-            taps=(layers,),
-            kinds=tuple(text["layer_types"]),
-            width=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_attention_heads=text["num_attention_heads"],
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            hidden_act=text.get("hidden_activation", "gelu_pytorch_tanh"),
-            attention_bias=bool(text.get("attention_bias", False)),
-            sliding_window=text.get("sliding_window", 512),
-            max_position_embeddings=text.get("max_position_embeddings", 131_072),
-            centroids=centroids,
-            fields=dict(fields),
-        )
+        own = agreed({name: value for name, value in text.items() if value is not None}, _KEYS)
+        return cls(fields["backbone_hidden_size"], taps=(layers,), centroids=centroids, fields=dict(fields), **own)
 
     @property
     def target_hidden_size(self) -> int:

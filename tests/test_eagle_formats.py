@@ -407,9 +407,17 @@ def test_other_folders_are_not(tmp_path):
     for fields in ({"medusa_num_heads": 3}, {"model_type": "medusa"}):
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert kind_of(tmp_path) == "medusa"
-    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "xpress"}))
-    with pytest.raises(ValueError, match="'xpress'"):
-        kind_of(tmp_path)
+    for (
+        fields,
+        said,
+    ) in (  # those of IBM and of snowflakedb/ArcticInference, too
+        ({"speculators_model_type": "xpress"}, "xpress"),
+        ({"model_type": "mlp_speculator"}, "mlp_speculator"),
+        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "ArcticLSTMSpeculatorPreTrainedModel"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match=f"a speculator of kind '{said}', which no installed method reads"):
+            kind_of(tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the speculators package is not installed")

@@ -199,10 +199,14 @@ def kind_of(path: str | Path) -> str | None:
     except (OSError, ValueError):
         return None
     found = next((name for name, method in METHODS.items() if method.reads(fields, folder)), None)
-    if found is None and "speculators_model_type" in fields:
-        raise ValueError(
-            f"draft: {folder} is a speculator of kind {fields['speculators_model_type']!r}, which no installed method reads"
-        )
+    named = [
+        name
+        for name in (*(fields.get("architectures") or ()), fields.get("model_type"))
+        if "speculator" in str(name).lower()
+    ]
+    kind = fields.get("speculators_model_type", next(iter(named), None))
+    if found is None and kind is not None:
+        raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}, which no installed method reads")
     return found
 
 

@@ -148,7 +148,7 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
     layer = layer_of({"vocab_size": wanted.vocab_size} | given, "qwen3", 1e6)
     types = given.get("layer_types") or [SLIDING if is_muse else FULL] * layer["num_hidden_layers"]
     types = [SLIDING] * len(types) if given.get("use_swa") else types  # ModelOpt: in all layers
-    window = agreed(given, {"window": ("swa_window_size", "sliding_window")}).get("window")
+    window: Any = agreed(given, {"window": ("swa_window_size", "sliding_window")}).get("window")
     slides = SLIDING in types and window is not None
     # z-lab's code and vLLM: sliding layers are causal unless the file says otherwise
     said["sliding_causal"] = bool(

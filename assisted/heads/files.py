@@ -130,7 +130,8 @@ class Checkpoint:
         """The same in the layout that fits best, of equals the first; without what that reads past. marks: our names of some
         tensors of each layout."""
         layout = min(layouts, key=lambda one: len(one.used(self.shapes) ^ {*map(one.stored, marks(one))}))
-        return replace(self, layout=layout, shapes={name: self.shapes[name] for name in layout.used(self.shapes)})
+        used = layout.used(self.shapes)
+        return replace(self, layout=layout, shapes={name: size for name, size in self.shapes.items() if name in used})
 
     def values(self, *inner: str) -> dict[str, Any]:
         """All fields of the config that are given, those of the objects `inner` beside those at the top, which they replace.
@@ -261,12 +262,10 @@ def require_tensors(found: Shapes, expected: Shapes, where: str | Path) -> None:
 
     Raises ValueError with the name of the first tensor that is missing, and of the first that is unknown or misshapen.
     """
+    differing = {"lacks": expected.keys() - found.keys(), "has an unknown": found.keys() - expected.keys()}
     problems = [
         f"{problem} tensor {min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-        for problem, names in (
-            ("lacks", expected.keys() - found.keys()),
-            ("has an unknown", found.keys() - expected.keys()),
-        )
+        for problem, names in differing.items()
         if names
     ]
     if problems:
@@ -371,13 +370,13 @@ def _fitting(
     Raises ValueError for a config that does not fit the target, and for tensors that do not fit the config.
     """
     found, config = opened(folder, target)
-    wanted, size = target.config.get_text_config(decoder=True), config.vocab_size
-    for name, given, own in (
-        ("a vocabulary of", size, f"has {wanted.vocab_size}"),
-        ("hidden states of width", config.target_hidden_size, f"have {wanted.hidden_size}"),
+    wanted, size, width = target.config.get_text_config(decoder=True), config.vocab_size, config.target_hidden_size
+    for said, given, own in (
+        ("a vocabulary of {}; the target's has {}", size, wanted.vocab_size),
+        ("hidden states of width {}; the target's have {}", width, wanted.hidden_size),
     ):
-        if str(given) != own.split()[1]:
-            raise ValueError(f"draft: {folder} was made for {name} {given}; the target's {own}")
+        if given != own:
+            raise ValueError(f"draft: {folder} was made for {said.format(given, own)}")
     if min(config.taps) < 1 or max(config.taps) > wanted.num_hidden_layers:
         raise ValueError(
             f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {wanted.num_hidden_layers}"

@@ -131,9 +131,9 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
         fields.pop(name, None)
     folder.mkdir(parents=True, exist_ok=True)
     if config.model_type not in FAMILIES:
-        own = {"num_nextn_predict_layers": len(layers), "tie_word_embeddings": False}
+        counted = {"num_nextn_predict_layers": len(layers), "tie_word_embeddings": False}
         verifier = {"name_or_path": None, "architectures": list(config.architectures or [])}
-        fields = as_speculators("mtp", "MTPDraftModel", own, fields, 3, verifier)
+        fields = as_speculators("mtp", "MTPDraftModel", counted, fields, 3, verifier)
     write_json(folder / "config.json", fields)
     save_file(held, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
@@ -187,13 +187,14 @@ def _checked(
     else:
         found, number = _in_folder(path, config, hub)
     with loading("draft", found.folder):
-        layout, stored, kinds = found.layout, grouped(found.shapes).keys(), _kinds_of_layers(config)
+        family: Any = found.layout
+        stored, kinds = grouped(found.shapes).keys(), _kinds_of_layers(config)
         expected, width = Parts(), config.hidden_size
         for k in range(number):
-            sizes = dict.fromkeys(layout.fixed, (width,)) | {"fuse": (width, 2 * width)}
+            sizes = dict.fromkeys(family.fixed, (width,)) | {"fuse": (width, 2 * width)}
             of_kinds = [{f"{k}.{name}": size for name, size in kind.items()} for kind in kinds]
             expected |= {f"{k}.{name}.weight": size for name, size in sizes.items()}
-            expected |= min(of_kinds, key=lambda kind: len(layout.all_parts(kind).keys() ^ stored))
+            expected |= min(of_kinds, key=lambda kind: len(family.all_parts(kind).keys() ^ stored))
         found.require(expected)
     return found, number, expected
 
@@ -337,6 +338,6 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
     return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
 
 
-def _embedding_first(layout: MTPLayout, fuse: Tensor) -> Tensor:
+def _embedding_first(layout: Any, fuse: Tensor) -> Tensor:
     """[H, 2H]: the columns of the embedding first, or back in the order of the layout."""
     return fuse.roll(fuse.shape[0], 1) if layout.hidden_first else fuse

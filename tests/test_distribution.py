@@ -331,7 +331,9 @@ LOGITS = {
 @pytest.mark.parametrize("size", [12, 300, 49_152])
 def test_the_same_tokens_are_kept_as_by_the_processors_themselves(size, warpers, logits):
     """Bit for bit, in half precision, too, where several tokens have the same score and only some of them are kept."""
-    for seed, spread in enumerate((1.0, 3.0, 6.0)):
+    turn = 2 * [*WARPERS.values()].index(warpers) + [*LOGITS.values()].index(logits)
+    for seed in range(3) if size < 1000 else [turn % 3]:
+        spread = (1.0, 3.0, 6.0)[seed]
         normal = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(seed))
         given_logits = logits(spread * normal)
         own = Distribution(LogitsProcessorList(warpers()), True)

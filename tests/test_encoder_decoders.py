@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import half_right as moved
-from covering import one_in
+from covering import in_turns, one_in
 from encoder_decoders import BY_NAME, FAMILIES, FRAMES, Family
 from pairs import CALL, ENDS, ROUNDING, no_fallback, pair, said_by
 from test_continued import Guided
@@ -65,9 +65,14 @@ def text_of(plain: torch.Tensor) -> torch.Tensor:
     return plain if begins else torch.nn.functional.pad(plain, (1, 0), value=START)
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    ("family", "rows", "trees"),
+    [
+        pytest.param(family, rows, bool((number + place) % 2), id=f"{family.name}-{rows}")
+        for number, family in enumerate(FAMILIES)
+        for place, rows in enumerate((1, 3))
+    ],
+)
 def test_tokens_are_those_of_plain_generate(family: Family, rows: int, trees: bool) -> None:
     target, _ = target_of(family.name)
     call = CALL | family.inputs(rows) | {"eos_token_id": ENDS if rows > 1 else None}
@@ -81,8 +86,13 @@ def test_tokens_are_those_of_plain_generate(family: Family, rows: int, trees: bo
     assert model.report.new_tokens > model.report.target_passes
 
 
-@pytest.mark.parametrize("draft", ["draft", "suffix", "ngram", "recycle", "self:int8", ("ngram", "self:int8")], ids=str)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    ("family", "draft"),
+    [
+        *((family, "draft") for family in FAMILIES),
+        *in_turns(FAMILIES, ["suffix", "ngram", "recycle", "self:int8", ("ngram", "self:int8")]),
+    ],
+)
 def test_drafts(family: Family, draft: Any) -> None:
     target, model = target_of(family.name)
     if draft != "draft":

@@ -198,7 +198,7 @@ def test_float16_is_left_alone():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.name not in FAMILY], ids=lambda a: a.name)
+@over("architecture", [a for a in ARCHITECTURES if a.name not in FAMILY])
 def test_other_models_keep_their_layers_and_have_their_wide_products_packed(architecture, monkeypatch):
     monkeypatch.setattr(products, "_WIDE", 1)
     model = build(architecture)

@@ -41,13 +41,20 @@ def guided(name: str, plain: torch.Tensor, trees: bool = False) -> AssistedModel
     return model
 
 
+def rows_in_turns(options: list[Any]) -> list[Any]:
+    """Every family with one row and with three, each with one of two options, the other ones for the next family."""
+    return [
+        pytest.param(family, rows, options[(number + place) % 2], id=f"{family.name}-{rows}")
+        for number, family in enumerate(FAMILIES)
+        for place, rows in enumerate((1, 3))
+    ]
+
+
 def other_picture(call: dict[str, Any]) -> dict[str, Any]:
     return call | {"pixel_values": 0.3 * call["pixel_values"].flip(-1)}
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(("family", "rows", "trees"), rows_in_turns([False, True]))
 def test_tokens_after_a_picture_are_those_of_plain_generate(family: Family, rows: int, trees: bool) -> None:
     target, _ = target_of(family.name)
     call = CALL | family.inputs(rows) | {"eos_token_id": ENDS if rows > 1 else None}
@@ -60,8 +67,7 @@ def test_tokens_after_a_picture_are_those_of_plain_generate(family: Family, rows
     assert model.report.target_passes < plain.shape[1] * rows
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(("family", "rows"), in_turns(FAMILIES, [1, 3]))
 def test_text_alone_is_drafted_for(family: Family, rows: int) -> None:
     """Those with three-dimensional positions, too."""
     target, model = target_of(family.name)
@@ -147,8 +153,7 @@ def test_sampled_tokens_follow_the_targets_distribution(name: str) -> None:
     assert p_value(observed, torch.tensor([*expected.values()], dtype=torch.float64)) > ALPHA
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize(("family", "rows"), in_turns(FAMILIES, [3, 1]))
 def test_a_conversation_about_a_picture_goes_on(family: Family, rows: int) -> None:
     target, model = target_of(family.name)
     first = CALL | family.inputs(rows) | {"max_new_tokens": 8}

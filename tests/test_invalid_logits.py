@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_turns
 from pairs import CALL, assistedly, pair, plainly, prompt
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria
@@ -58,12 +60,14 @@ def with_draft(draft: str) -> AssistedModelForCausalLM:
     return pair()[1] if draft == "model" else AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("first", [0, 16])
-@pytest.mark.parametrize("how", INVALID)
-@pytest.mark.parametrize("draft", ["model", "suffix", "recycle"])
-def test_sampling_raises_what_plain_raises(draft: str, how: str, first: int, rows: int) -> None:
+SPOILED = list(itertools.product(INVALID, [0, 16], [1, 4]))
+"""How, from which position, in how many rows."""
+
+
+@pytest.mark.parametrize(("spoiled", "draft"), in_turns(SPOILED, ["model", "suffix", "recycle"]))
+def test_sampling_raises_what_plain_raises(spoiled: tuple[str, int, int], draft: str) -> None:
     target, model = pair()[0], with_draft(draft)
+    how, first, rows = spoiled
     start = prompt(rows)
     with invalid(target, how, first):
         with pytest.raises(RuntimeError, match=MESSAGE):
@@ -82,11 +86,9 @@ def test_sampling_in_lockstep_raises_what_plain_raises(how: str) -> None:
                 generate(start["ids"], attention_mask=start["attention_mask"], **calls)
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("first", [0, 16])
-@pytest.mark.parametrize("how", INVALID)
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=["raw", "processed"])
-def test_greedy_takes_what_plain_takes(processors: dict[str, Any], how: str, first: int, rows: int) -> None:
+@pytest.mark.parametrize(("spoiled", "penalty"), in_turns(SPOILED, [1.0, 1.3, 1.0]))
+def test_greedy_takes_what_plain_takes(spoiled: tuple[str, int, int], penalty: float) -> None:
+    (how, first, rows), processors = spoiled, {"repetition_penalty": penalty}
     start = prompt(rows)
     with invalid(pair()[0], how, first):
         plain = plainly(**start, **processors)

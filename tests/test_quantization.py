@@ -199,8 +199,7 @@ def test_a_model_that_is_not_quantized_is_saved_as_it_is(tmp_path: Path) -> None
     assert torch.equal(logits(loaded), logits(original))
 
 
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_a_quantized_copy_leaves_the_original_alone(name: str, dtype: torch.dtype, tie: bool, tmp_path: Path) -> None:
     original = llama(tmp_path / "source", dtype=dtype, tie=tie)
     expected, before = logits(original), fingerprint(original)

@@ -102,7 +102,7 @@ def loaded(path: str | Path, quantization: Any, dtype: torch.dtype) -> PreTraine
     return load_quantized(str(path), quantization, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, DTYPES), indirect=["name"])
 def test_as_target(name: str, dtype: torch.dtype, folder: Path) -> None:
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     compare(AssistedModelForCausalLM.from_models(loaded(folder, name, dtype), draft=draft), PROMPTS, name)

@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from methods import METHODS, Method
 from pairs import BY_NAME, CALL, said_by, tokenizer
 from transformers import TextIteratorStreamer
@@ -79,12 +80,10 @@ def check(target, model, draft_length=None):
     assert model.totals.new_tokens == TURNS * written
 
 
-@pytest.mark.parametrize("method", METHODS + OTHERS, ids=lambda m: m.name)
-def test_every_draft_in_four_threads(method):
+@pytest.mark.parametrize(("method", "length"), in_turns(METHODS + OTHERS, [None, 3]))
+def test_every_draft_in_four_threads(method, length):
     target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(target, method.draft(target))
-    check(target, model)
-    check(target, model, draft_length=3)
+    check(target, AssistedModelForCausalLM.from_models(target, method.draft(target)), length)
 
 
 @pytest.mark.quant

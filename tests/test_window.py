@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import RECURRENT, build, half_right, random_ids
 from block_heads import trained_block
+from covering import in_turns
 from eagle_heads import random_head, trained_head
 from methods import in_parallel
 from mtp_heads import trained_layers, trained_mtp
@@ -232,8 +233,7 @@ def block_after(head: Any, target: Any, states: torch.Tensor, kept: list[int], a
     return found
 
 
-@pytest.mark.parametrize("fast", ["auto", "eager"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "fast"), in_turns(list(DRAFTS), ["auto", "eager"]))
 def test_texts_are_plain_and_slots_few(draft: str, fast: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(

@@ -76,12 +76,16 @@ class WrongDrafting(Drafting):
 
 
 @pytest.mark.parametrize(
-    "mode", [{}, {"logits_processor": [lambda ids, scores: scores]}], ids=["own lengths", "lockstep"]
+    ("what", "rows", "lockstep"),
+    [
+        (what, rows, bool((number + place) % 2))
+        for number, what in enumerate(WRONG)
+        for place, rows in enumerate((1, 3))
+    ],
 )
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_draft_costs_no_token(what: str, rows: int, mode: dict[str, Any]) -> None:
+def test_a_wrong_draft_costs_no_token(what: str, rows: int, lockstep: bool) -> None:
     target, _ = pair()
+    mode = {"logits_processor": [lambda ids, scores: scores]} if lockstep else {}
     model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4)
     model.drafter = Wrong(WRONG[what])
     start = prompt(rows)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tools import mutants
+
 pytestmark = pytest.mark.documents
 
 tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
@@ -63,3 +65,8 @@ def test_forms_ask_for_something() -> None:
 def test_pre_commit_formats_as_make_lint_does() -> None:
     hooks = yaml.safe_load(text(".pre-commit-config.yaml"))["repos"]
     assert f"ruff=={hooks[0]['rev'].removeprefix('v')}\n" in text("constraints.txt")
+
+
+def test_every_mutant_is_found_in_its_file() -> None:
+    """A text that is there no longer would stop `make mutants` at its start."""
+    mutants.check(ROOT, mutants.MUTANTS)

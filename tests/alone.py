@@ -16,7 +16,18 @@ from assisted.drafters.eagle import EagleDrafting
 from assisted.drafts import Draft
 from assisted.lengths.rates import Rates
 
-__all__ = ["Alone", "drafts_of", "one_and_four", "require_best_paths", "require_chains", "rows_of", "watched"]
+__all__ = [
+    *(
+        "Alone",
+        "drafts_of",
+        "one_and_four",
+        "require_best_paths",
+        "require_chains",
+        "rows_of",
+        "slots_apart",
+        "watched",
+    ),
+]
 
 
 class Alone:
@@ -141,3 +152,25 @@ def require_best_paths(
             model.generate(**inputs, **(CALL | {"max_new_tokens": 12} | call))
     assert counted[0] > 1
     assert model.report.accepted > 3
+
+
+def slots_apart(
+    model: Any, inputs: dict[str, torch.Tensor], fresh: Callable[[torch.Tensor], list[torch.Tensor]], kind: Any
+) -> list[float]:
+    """After each round: how far keys and values of committed tokens are from those that `fresh` makes of the text [1, T]."""
+    found, propose = [], kind.propose
+
+    def compared(self: Any, text: Any, budget: int) -> Draft:
+        draft = propose(self, text, budget)
+        ids = text.ids[:, : text.lengths[0]]
+        known = ids.shape[1] - 1
+        assert self.runner is not None and self.runner.cache.known == [known]
+        stores = zip(self.runner.cache.stores, fresh(ids), strict=True)
+        found.append(max(float((ours[:, :, :known] - theirs[:, :, :known]).abs().max()) for ours, theirs in stores))
+        return draft
+
+    with pytest.MonkeyPatch.context() as patch, no_fallback():
+        patch.setattr(kind, "propose", compared)
+        model.generate(**inputs, **CALL)
+    assert 0 < model.report.accepted < model.report.drafted
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import drafts_of
 from architectures import RECURRENT, build, half_right, random_ids
 from block_heads import trained_block
 from covering import in_turns
@@ -139,18 +140,11 @@ def test_a_draft_comes_from_the_tokens_that_are_kept(parallel: bool, monkeypatch
     target = build(BY_NAME["llama"])
     draft = in_parallel(half_right(target)) if parallel else half_right(target)
     model = AssistedModelForCausalLM.from_models(target, draft, draft_length=3, draft_window=WINDOW)
-    seen: list[tuple[list[int], Any]] = []
-    propose = ModelDrafting.propose
-
-    def watched(drafting: ModelDrafting, text: Any, budget: int) -> Any:
-        proposed = propose(drafting, text, budget)
-        seen.append((text.ids[0, : text.lengths[0]].tolist(), proposed))
-        return proposed
-
-    monkeypatch.setattr(ModelDrafting, "propose", watched)
+    drafts = drafts_of(monkeypatch, ModelDrafting)
     ids = prompt(length=20)["ids"]
     with no_fallback():
         model.generate(ids, **CALL | {"max_new_tokens": 50})
+    seen = [(rows[0], proposed) for rows, _, proposed, _ in drafts]
     size, (first, _) = len(seen[-1][0]) + 3, seen[0]
     visible = torch.ones(size, size, dtype=torch.bool).tril()  # the prompt sees itself
     kept, known = list(range(len(first))), len(first)
@@ -186,17 +180,10 @@ def test_heads_draft_from_what_is_kept(draft: str, monkeypatch: pytest.MonkeyPat
         spec = DRAFTS[draft.replace("eagle-3, chains", "eagle-3, trees")](target)
     spec = replace(spec, tree=False)
     model = AssistedModelForCausalLM.from_models(target, spec, draft_length=3, draft_window=WINDOW)
-    seen: list[tuple[list[int], Any]] = []
-    propose, head = EagleDrafting.propose, model.drafter.head
-
-    def watched(drafting: EagleDrafting, text: Any, budget: int) -> Any:
-        proposed = propose(drafting, text, budget)
-        seen.append((text.ids[0, : text.lengths[0]].tolist(), proposed))
-        return proposed
-
-    monkeypatch.setattr(EagleDrafting, "propose", watched)
+    drafts, head = drafts_of(monkeypatch, EagleDrafting), model.drafter.head
     with no_fallback():
         model.generate(prompt(length=20)["ids"], **CALL | {"max_new_tokens": 50})
+    seen = [(rows[0], proposed) for rows, _, proposed, _ in drafts]
     size = len(seen[-1][0])
     visible, kept, known = torch.zeros(size, size, dtype=torch.bool), [], 0
     for tokens, proposed in seen:

@@ -259,3 +259,20 @@ def test_a_file_without_its_mtp_layer(tmp_path: Path, caplog: pytest.LogCaptureF
         AssistedModelForCausalLM.from_pretrained(file, draft="mtp")
     assert isinstance(AssistedModelForCausalLM.from_pretrained(file, draft="auto").spec, Suffix)
     assert "MTP" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "MXFP4"])
+def test_types_that_transformers_cannot_expand_itself(kind: str, tmp_path: Path) -> None:
+    """It reads files of this architecture without the package gguf."""
+    import gguf
+    from transformers.integrations.gguf.dequant import _DEQUANT, GGML_BLOCK
+
+    known = dict(GGML_BLOCK), dict(_DEQUANT)
+    made = gguf.GGMLQuantizationType[kind]
+    assert made not in GGML_BLOCK
+    file = write_hybrid(tmp_path / "hybrid.gguf", kind, mtp=False)
+    pair = AssistedModelForCausalLM.from_pretrained(file, dtype=torch.float32)
+    (written,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.3.ffn_down.weight")
+    expected = torch.from_numpy(gguf.quants.dequantize(written.data, made))
+    assert pair.target.get_submodule("model.layers.3.mlp.down_proj").weight.equal(expected)
+    assert known == (GGML_BLOCK, _DEQUANT)

@@ -251,6 +251,16 @@ def gguf_tensors(file: str) -> int:
     return len(read(file)[1])
 
 
+def gguf_kinds() -> tuple[dict[int, tuple[int, int]], dict[int, Any]]:
+    """What transformers' own reader of GGUF files, from 5.17 on, has by ggml's number of a quantized type: the numbers and the
+    bytes of a block, and the function that expands blocks. Empty before."""
+    home, cost = (
+        "transformers.integrations.gguf.dequant",
+        "nothing, if this version reads GGUF files with the package gguf",
+    )
+    return _found(home, "GGML_BLOCK", cost, {}), _found(home, "_DEQUANT", cost, {})
+
+
 def gguf_splits() -> Mapping[str, str]:
     """Regular expressions for splitting text, by their names in GGUF; from 5.18 on, and empty before."""
     home, name = "transformers.integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"

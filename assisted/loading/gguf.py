@@ -8,16 +8,17 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_gguf_available
 
-from ..engine.libraries import GgufConfig, dequantized, gguf_tensors
+from ..engine.libraries import GgufConfig, dequantized, gguf_kinds, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading
 
@@ -59,6 +60,29 @@ def reading_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = own
+
+
+@contextmanager
+def _every_kind() -> Iterator[None]:
+    """Within this context, transformers expands every type of quantized weights that the package gguf knows.
+
+    It reads some architectures (Qwen3.5, LFM2) with a reader of its own, which lacks Q5_0, Q5_1 and MXFP4, among others.
+    """
+    gguf: Any = importlib.import_module("gguf")
+    sizes, expanders = gguf_kinds()
+    lacking = {kind: size for kind, size in gguf.GGML_QUANT_SIZES.items() if size[0] > 1 and kind not in sizes}
+
+    def expand(kind: Any, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), kind)).to(dtype)
+
+    sizes.update(lacking)
+    expanders.update({kind: functools.partial(expand, kind) for kind in lacking})
+    try:
+        yield
+    finally:
+        for kind in lacking:
+            sizes.pop(kind, None)
+            expanders.pop(kind, None)
 
 
 def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = None, **hub: Any) -> PretrainedConfig:
@@ -104,7 +128,11 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
         hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
         _require_layers(config, place_of(path, gguf_file, kwargs), role)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, *model_args, gguf_file=gguf_file, **kwargs)
+        kept = getattr(kwargs.get("quantization_config"), "dequantize", True) is False
+        with nullcontext() if kept or not _is_installed() else _every_kind():
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+                path, *model_args, gguf_file=gguf_file, **kwargs
+            )
     if not _is_packed(model):
         _unmark(model)
     return model

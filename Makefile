@@ -88,7 +88,7 @@ mutants: $(VENV)/.test ## plant small defects in a copy, one by one, and see whe
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ARGS)
 
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/handover.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py handover $(ARGS)
 
 dist: $(VENV)/.dist ## build the sdist and the wheel into dist/, and check them
 	rm -rf dist

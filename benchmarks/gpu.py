@@ -333,11 +333,12 @@ def main() -> None:
     args.only = list(args.only or SECTIONS)
     found = json.loads(args.read.read_text()) if args.read else run(args)
     text = markdown(found)
-    print(json.dumps(found, indent=1) if args.json else text)
-    if args.docs:
-        from tables import write_docs
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    from shared import publish
 
-        write_docs(args.docs, text, "gpu")
+    publish(text, args.docs, "gpu")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from statistics import median
 from typing import Any
 
 import accelerate
-import contexts as long_contexts
+import cases.contexts as long_contexts
 import torch
 import transformers
-from tables import paired, raced
+from shared import paired, raced
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import assisted
@@ -517,7 +517,7 @@ def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, An
     target = long_contexts.long_model("target", size, sizes.targets[sizes.batched], device)
     own = long_contexts.methods(target, ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"])
     rules = argparse.Namespace(
-        prompts=min(2, sizes.prompts), repeats=sizes.repeats, new_tokens=max(8, sizes.new_tokens // 2), compiled=False
+        prompts=min(2, sizes.prompts), repeats=sizes.repeats, new_tokens=max(8, sizes.new_tokens // 2), no_compile=True
     )
     with Bars() as bars:
         rows = long_contexts.measure_context(target, own, context, rules, bars)

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/: their committed figures can be read and drawn, and the functions that they replace exist."""
+"""The cases in benchmarks/: their committed figures can be read and drawn, and the functions that they replace exist."""
 
 from __future__ import annotations
 
@@ -19,109 +19,65 @@ pytestmark = pytest.mark.documents
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-WITH_FIGURES = (
-    "contexts",
-    "copies",
-    "draft_vocabulary",
-    "draft_window",
-    "drafters",
-    "drafts",
-    "engines",
-    "exit_layers",
-    "grammar",
-    "grown",
-    "handover",
-    "heads",
-    "instructions",
-    "losses",
-    "many_engines",
-    "many_users",
-    "memory",
-    "offload",
-    "overhead",
-    "plan",
-    "products",
-    "rollouts",
-    "schemas",
-    "self_drafts",
-    "sessions",
-    "shipped_pair",
-    "step",
-)
-
-CHAT = ("kernels", "kernels_sampled", "bfloat16", "bfloat16_sampled", "float32", "48_tokens", "without_bfloat16")
-SECTIONS = {
-    "benchmarks/batches": [("batches", "shipped_pair"), ("smollm2", "smollm2_batches", "smollm2_batches_without_amx")],
-    "benchmarks/chat-model": [("smollm2", *(f"smollm2_{name}" for name in CHAT)), ("step", "step")],
-    "benchmarks/larger-targets": [("grown", "grown")],
-    "benchmarks/long-contexts": [("contexts", "contexts")],
-    "benchmarks/memory": [("memory", "memory")],
-    "benchmarks/other-engines": [(name, name) for name in ("engines", "engines_kernels", "engines_tiles")],
-    "benchmarks/the-loop": [("overhead", "overhead")],
-    "benchmarks/trained-drafts": [(name, name) for name in ("drafts", "drafts_smollm2", "losses")],
-    "benchmarks/which-draft": [("single", "shipped_pair"), ("heads", "heads")],
-    "concepts/fast-path": [
-        ("measured", "products"),
-        ("instructions", "instructions"),
-        ("compile-wait", "compile_wait"),
-    ],
-    "howto/many-users": [("engines", "many_engines"), ("many", "many_users")],
-    "howto/memory": [("sessions", "sessions")],
-    "howto/rl-rollouts": [("rollouts", "rollouts")],
-    "howto/draft-window": [("draft-window", "draft_window")],
-    "howto/offload": [("offload", "offload")],
-    "howto/plan": [("plan", "plan")],
-    "howto/quantize": [("quality", "quality")],
-    "howto/tool-calls-and-json": [("grammar", "grammar"), ("schemas", "schemas")],
-    "howto/shrink-vocabulary": [("draft-vocabulary", "draft_vocabulary")],
-    "integrations/handover": [("handover", "handover")],
-    "methods/eagle": [
-        ("smollm2", "smollm2_1_thread_bfloat16", "smollm2_1_thread_float32"),
-        ("smollm2_head", "smollm2_head"),
-    ],
-    "methods/early-exit": [("self-drafts", "self_drafts")],
-    "methods/index": [("measured", "drafters")],
-    "methods/mtp": [("hybrid", "hybrid")],
-    "methods/quantized-self": [("copies", "copies")],
-}
-"""By page: the marker of each measured section, and the files of figures that it is made from."""
+CASES = sorted(path.stem for path in (FOLDER / "cases").glob("*.py"))
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    pytest.importorskip("sympy")
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", WITH_FIGURES)
-def test_committed_figures_can_be_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = script(name, monkeypatch)
-    text = found.markdown(json.loads((FOLDER / f"{name}.json").read_text()))
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(tables) > 2
-    assert text.startswith(f"`python benchmarks/{name}.py")
+@pytest.mark.parametrize("name", CASES)
+def test_pages_show_the_committed_figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A section is what its case makes of the figures. After a change of either: `benchmarks/run.py CASE --read --pages`."""
+    run = script("run", monkeypatch)
+    case = run.load(name)
+    for section in case.SECTIONS:
+        text = run.section_text(case, section)
+        assert len([line for line in text.splitlines() if line.startswith("|")]) > 2 or name == "doctor"
+        assert text.startswith(f"`python benchmarks/run.py {name}") or name in ("audits", "doctor")
+        page = (ROOT / "docs" / f"{section.page}.md").read_text(encoding="utf-8")
+        (shown,) = re.findall(rf"(?s)<!-- {section.marker}:begin -->\n(.*?)\n<!-- {section.marker}:end -->", page)
+        assert shown == script("shared", monkeypatch).folded(text)
 
 
-@pytest.mark.parametrize(
-    ("page", "marker", "files"), [(p, marker, files) for p, each in SECTIONS.items() for marker, *files in each]
-)
-def test_pages_show_the_committed_figures(
-    page: str, marker: str, files: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A section is what `--read` makes of the figures. After a change of either, run the script with `--read` and `--docs`."""
-    found = [json.loads((FOLDER / f"{name}.json").read_text()) for name in files]
-    if marker == "smollm2":
-        text = script("smollm2", monkeypatch).page(found)
-    elif files == ["shipped_pair"]:
-        pair = script("shipped_pair", monkeypatch)
-        text = pair.markdown(found[0], pair.PARTS[marker])
-    else:
-        made_by = re.sub("_(kernels|tiles|smollm2)$", "", files[0])
-        text = script(made_by, monkeypatch).markdown(found[0])
-    (shown,) = re.findall(
-        rf"(?s)<!-- {marker}:begin -->\n(.*?)\n<!-- {marker}:end -->", (ROOT / "docs" / f"{page}.md").read_text()
+@pytest.mark.parametrize("name", CASES)
+def test_cases_have_options_and_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = script("run", monkeypatch)
+    case = run.load(name)
+    args = run.arguments_of(case, run.parser_of([case]).parse_args(["--quick", "--threads", "1"]))
+    assert args.quick and args.threads == 1
+    assert hasattr(case, "races") or (hasattr(case, "measure") and hasattr(case, "markdown"))
+    assert getattr(case, "QUICK", {}).keys() <= run.options_of(case).keys()
+    figures = FOLDER / f"{name}.json"
+    if figures.exists():
+        assert run.text_of(case, json.loads(figures.read_text(encoding="utf-8")))
+
+
+def test_a_race_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sympy")
+    run = script("run", monkeypatch)
+    file = tmp_path / "heads.json"
+    run.main(["heads", "--quick", "--only", "Temperature 0,", "--drafts", "Medusa, list", "--json", str(file)])
+    assert "| Medusa, list | `Medusa(" in capsys.readouterr().out
+    (row,) = [
+        row for row in json.loads(file.read_text())["Temperature 0, 48 tokens"]["points"][0]["rows"] if row["draft"]
+    ]
+    assert row["same"] == row["rows"] == 1
+
+
+def test_a_worker_answers_and_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    shared = script("shared", monkeypatch)
+    (tmp_path / "twice.py").write_text(
+        "def once(a):\n    print(a)\n    return 2 * a\n\n\ndef every(a):\n    return lambda b: a * b\n"
     )
-    assert shown == script("tables", monkeypatch).folded(text)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    assert shared.Worker("twice", "once", 3, **environment).answer() == 6
+    worker = shared.Worker("twice", "every", 3, **environment)
+    assert [worker.ask(2), worker.ask(4)] == [6, 12]
+    worker.end()
+    with pytest.raises(RuntimeError, match=r"twice\.every"):
+        worker.ask(1)
 
 
 def intervals(found: Any) -> Iterator[str]:
@@ -145,7 +101,7 @@ def test_speedups_with_an_interval_are_committed_figures() -> None:
 
 
 def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    overhead = script("overhead", monkeypatch)
+    overhead = script("cases.overhead", monkeypatch)
     with overhead.Passes().noted(), overhead.Causes().timed():
         pass
 
@@ -198,11 +154,3 @@ def test_charts_are_drawn_inside_their_borders(chart: ModuleType) -> None:
 def test_every_chart_is_on_a_page(chart: ModuleType) -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCS)
     assert set(re.findall(r"<!-- chart: (\w+) -->", pages)) == set(chart.CHARTS)
-
-
-def test_sections_that_scripts_name_are_there() -> None:
-    """Where the docstring of a script says `--docs PAGE`, the page exists and has a section for it."""
-    for path in FOLDER.glob("*.py"):
-        docstring = path.read_text(encoding="utf-8").split('"""')[1]
-        for page in re.findall(r"docs/[\w/-]+\.md", docstring):
-            assert ":begin -->" in (ROOT / page).read_text(encoding="utf-8"), (path.name, page)

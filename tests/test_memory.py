@@ -1,18 +1,12 @@
-"""Memory over many calls: the script that draws the curve, run for a while."""
-
-import json
-import subprocess
-import sys
-from pathlib import Path
+"""Memory over many calls: the case that draws the curve, run for a while."""
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "memory.py"
+from tests.test_bench_scripts import script
 
 
 @pytest.mark.slow
-def test_memory_reaches_a_plateau():
-    command = [sys.executable, str(SCRIPT), "--way", "auto", "--threads", "1", "--calls", "600"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    curve = json.loads(printed.splitlines()[-1])
+def test_memory_reaches_a_plateau(monkeypatch):
+    shared = script("shared", monkeypatch)
+    curve = shared.Worker("cases.memory", "readings", "auto", 600, 64, threads=1).answer()
     assert curve[-1] < 1.06 * curve[len(curve) // 2]

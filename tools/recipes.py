@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from assisted.bench.table import markdown_table
 from assisted.drafters import DraftModel, Suffix, parse
 from assisted.plan import Shapes, Use, parts, recurrent_bytes, weight_bytes
-from benchmarks.tables import publish
+from benchmarks.shared import publish
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "tools" / "families.json"

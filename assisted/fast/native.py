@@ -174,8 +174,8 @@ def processor_model() -> str:
 def sums_directly() -> bool:
     """Whether products of bfloat16 by AVX512-BF16 take less time than in float32 on this model of a processor.
 
-    `processors.json` holds such models, as `benchmarks/instructions.py` found them. The two ways round differently, so equal
-    processors must choose alike: nothing is measured here, and models that are not listed sum in float32.
+    `processors.json` holds such models, as `benchmarks/run.py instructions --note` found them. The two ways round differently,
+    so equal processors must choose alike: nothing is measured here, and models that are not listed sum in float32.
     """
     return processor_model() in json.loads(Path(__file__).with_name("processors.json").read_text())
 

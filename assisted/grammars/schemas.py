@@ -1,6 +1,6 @@
 """What grammar libraries make of a JSON schema where that is not what the schema says. Knows schemas, not the libraries.
 
-Measured by benchmarks/schemas.py with xgrammar 0.2.8, llguidance 1.9.1 and outlines-core 0.2.14.
+Measured by `benchmarks/run.py schemas` with xgrammar 0.2.8, llguidance 1.9.1 and outlines-core 0.2.14.
 """
 
 from __future__ import annotations

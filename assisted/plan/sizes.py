@@ -21,7 +21,7 @@ from ..loading.quantization import stored_bytes
 from .shapes import Shapes
 
 MIB = 2**20
-# Of a CPU measured by benchmarks/plan.py, of a GPU by benchmarks/gpu.py on an H100.
+# Of a CPU measured by benchmarks/run.py plan, of a GPU by benchmarks/gpu.py on an H100.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 768 * MIB}  # code and workspaces that a first call loads
 _FAST = {
     "cpu": 42 * MIB,

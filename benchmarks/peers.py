@@ -1,0 +1,227 @@
+"""Engines in processes of their own, for `Worker`: this package, transformers, vLLM, OpenVINO and llama.cpp, perhaps in an
+interpreter that has only one of them. Each function here gets settings and returns one that decodes prompts greedily."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+VLLM = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""For the process of any engine."""
+LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}  # of OpenVINO's prompt lookup
+SIMPLE = {"size_n": 3, "size_m": 8}  # of llama.cpp's lookup: tokens to look up, tokens to draft
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}  # vLLM's
+ROWS = 16  # that vLLM decodes together at most
+Prompts = Sequence[dict[str, Any]]
+"""Each with its `text` and its `ids`."""
+Job = Callable[[Prompts, int], dict[str, Any]]
+
+
+def opened(engine: str, settings: dict[str, Any]) -> Job:
+    """A job decodes prompts, so many of them together, and answers with texts (ids, or how many), seconds and steps."""
+    run, version = {"own": own, "vllm": vllm, "openvino": openvino, "llama": llama}[engine](settings)
+
+    def job(prompts: Prompts, rows: int = 1) -> dict[str, Any]:
+        began, worked = time.perf_counter(), time.process_time()
+        texts, steps = run(prompts, rows)
+        seconds = {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - worked}
+        gaps = [after - before for before, after in pairwise(steps)]
+        made = {"tokens": sum(text if isinstance(text, int) else len(text) for text in texts), "steps": len(steps)}
+        made["gap_95"] = quantiles(gaps, n=20)[-1] if len(gaps) > 20 else None
+        return {**seconds, **made, "version": version, "texts": texts}
+
+    return job
+
+
+Run = Callable[[Prompts, int], tuple[list[Any], list[float]]]
+
+
+def own(settings: dict[str, Any]) -> tuple[Run, str]:
+    """This package, or transformers' own `generate` where the draft is None."""
+    import torch
+
+    from assisted import AssistedModelForCausalLM, Eagle, __version__
+    from assisted.lengths.policies import Never
+    from assisted.loading.packed import PackedConfig
+
+    draft, more = settings["draft"], {}
+    if "bits" in settings:
+        more["quantization_config"] = PackedConfig(settings["bits"], input_bits=settings.get("input_bits", 16))
+    chains = ["suffix", Eagle("zoo:smollm2-eagle3", tree=False)]
+    pair = AssistedModelForCausalLM.from_pretrained(
+        settings["folder"],
+        draft={None: "suffix", "none": "suffix", "chains": chains}.get(draft, draft),
+        draft_length=Never() if draft == "none" else None,
+        dtype=getattr(torch, settings["dtype"]),
+        fast=settings.get("fast", "auto"),
+        **more,
+    )
+    model: Any = pair.target if draft is None else pair
+    call = {"max_new_tokens": settings["new_tokens"], "do_sample": False, "pad_token_id": 0}
+    call |= {"eos_token_id": None} if settings.get("ignore_end", True) else {}
+    alone = {"prompt_lookup_num_tokens": 10} if "lookup" in settings else {}
+
+    def run(prompts: Prompts, rows: int) -> tuple[list[Any], list[float]]:
+        steps: list[float] = []
+        pair.watch = lambda round: steps.append(time.process_time())
+        texts = [one["ids"] for one in prompts]
+        if not settings.get("many"):
+            outputs = [model.generate(torch.tensor([ids]), **call, **alone)[0, len(ids) :].tolist() for ids in texts]
+            return outputs, steps
+        found = {one.index: one.new_tokens.tolist() for one in pair.generate_many(texts, rows=rows, **call)}
+        return [found[number] for number in range(len(texts))], steps
+
+    return run, __version__
+
+
+def vllm(settings: dict[str, Any]) -> tuple[Run, str]:
+    """vLLM, from a folder with the weights in the dtype asked for."""
+    import vllm as engine
+
+    model = engine.LLM(
+        settings["folder"],
+        dtype=settings["dtype"],
+        max_model_len=1024,
+        max_num_seqs=ROWS,
+        enable_prefix_caching=False,  # the same prompts come again
+        disable_log_stats=True,
+        speculative_config=NGRAM if settings.get("lookup") else None,
+    )
+    ignore = settings.get("ignore_end", True)
+    sampling = engine.SamplingParams(temperature=0.0, max_tokens=settings["new_tokens"], ignore_eos=ignore)
+    runner = model.llm_engine
+
+    def run(prompts: Prompts, rows: int) -> tuple[list[Any], list[float]]:
+        steps: list[float] = []
+        found: dict[str, list[int]] = {}
+        waiting, running = list(enumerate(prompts)), 0
+        while waiting or running:
+            while waiting and running < rows:
+                number, prompt = waiting.pop(0)
+                runner.add_request(str(number), {"prompt_token_ids": prompt["ids"]}, sampling)
+                running += 1
+            for output in runner.step():
+                if output.finished:
+                    found[output.request_id] = list(output.outputs[0].token_ids)
+                    running -= 1
+            steps.append(time.process_time())
+        return [found[str(number)] for number in range(len(prompts))], steps
+
+    return run, str(engine.__version__)
+
+
+def openvino(settings: dict[str, Any]) -> tuple[Run, str]:
+    """OpenVINO GenAI, which reads the GGUF file."""
+    import openvino_genai
+
+    options = {"prompt_lookup": True} if "lookup" in settings else {}
+    threads = settings["threads"]
+    pipeline = openvino_genai.LLMPipeline(settings["gguf"], "CPU", INFERENCE_NUM_THREADS=threads, **options)
+    config = openvino_genai.GenerationConfig()
+    for name, value in LOOKUP.items() if "lookup" in settings else ():
+        setattr(config, name, value)
+    config.max_new_tokens, config.ignore_eos, config.apply_chat_template = settings["new_tokens"], True, False
+    config.do_sample = False
+
+    def run(prompts: Prompts, rows: int) -> tuple[list[Any], list[float]]:
+        counts = [pipeline.generate([one["text"]], config).perf_metrics.get_num_generated_tokens() for one in prompts]
+        return counts, []
+
+    return run, openvino_genai.__version__
+
+
+def llama(settings: dict[str, Any]) -> tuple[Run, str]:
+    """llama.cpp's server without HTTP, which reads the GGUF file."""
+    from importlib.metadata import version
+
+    import xllamacpp
+
+    options = xllamacpp.CommonParams()
+    options.model.path, options.n_parallel, options.n_ctx = settings["gguf"], 1, 2048
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = settings["threads"]
+    if "lookup" in settings:
+        options.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+        for name, value in SIMPLE.items():
+            setattr(options.speculative.ngram_simple, name, value)
+    server = xllamacpp.Server(options)
+    call = {"n_predict": settings["new_tokens"], "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+
+    def run(prompts: Prompts, rows: int) -> tuple[list[Any], list[float]]:
+        found = [server.handle_completions({"prompt": one["text"], **call}) for one in prompts]
+        return [int(one["timings"]["predicted_n"]) for one in found], []
+
+    return run, f"of xllamacpp {version('xllamacpp')}"
+
+
+# Folders of `assisted handover`
+
+ADDED = ("--enforce-eager", "--max-num-seqs", "1")  # nothing is compiled, one request at a time
+COUNTERS = "vllm:spec_decode_num_"
+
+
+def vllm_folders() -> Callable[..., dict[str, Any]]:
+    """Folders in vLLM, which is imported once. Each folder runs in a fork, with counters and caches of its own."""
+    import vllm
+    import vllm.engine.arg_utils
+
+    vllm.LLM  # noqa: B018  (imported on first use)
+
+    def forked(*job: Any) -> dict[str, Any]:
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            try:
+                found = vllm_folder(*job)
+            except BaseException as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(found, pipe)
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            answer = pipe.read()
+        os.waitpid(child, 0)
+        return json.loads(answer or '{"error": "the process ended without an answer"}')
+
+    return forked
+
+
+def vllm_folder(folder: str, texts: list[str], ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Ids of the texts, new tokens of the prompts, and vLLM's counters of drafts. vLLM's own parser reads the folder's command,
+    so an unknown option is an error."""
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.chdir(folder)
+    command = json.loads(Path("handover.json").read_text())["command"]
+    if command[:3] != ["python", "-m", "vllm.entrypoints.openai.api_server"]:
+        raise ValueError(f"command: {' '.join(command[:3])} does not start vLLM's server")
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    engine = EngineArgs.from_cli_args(parser.parse_args([*command[3:], *ADDED]))
+    engine.disable_log_stats = False
+    model = vllm.LLM.from_engine_args(engine)
+    sampling = vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+    found = [model.generate([{"prompt_token_ids": one}], sampling, use_tqdm=False)[0] for one in ids]
+    counters = {metric.name.removeprefix(COUNTERS): metric for metric in model.get_metrics()}
+    tokenizer = model.get_tokenizer()
+    return {
+        "version": vllm.__version__,
+        "tokenized": [list(tokenizer(text, add_special_tokens=False).input_ids) for text in texts],
+        "answers": [list(one.outputs[0].token_ids) for one in found],
+        "drafts": int(counters["drafts"].value),
+        "accepted": [int(count) for count in counters["accepted_tokens_per_pos"].values],
+    }

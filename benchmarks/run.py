@@ -1,0 +1,159 @@
+"""The benchmarks. A case measures, makes its tables, and knows the sections of docs/ that show them.
+
+python benchmarks/run.py                              the cases
+python benchmarks/run.py grown --help                 what a case measures, and its options
+python benchmarks/run.py grown --threads 1 --json --pages
+                                                      measure; write benchmarks/grown.json and the page
+python benchmarks/run.py grown --read --pages         the tables again, from the committed figures
+python benchmarks/run.py heads step --quick           the smallest measurement of several, to try them
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import sys
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))
+HELP = {
+    "prompts": "of each kind",
+    "repeats": "timed repeats",
+    "new_tokens": "of each call",
+    "no_compile": "leave out what has to be compiled first, plain or not",
+    "dtype": "of the weights",
+    "model": "the target: a folder, a Hub id or a zoo: name",
+}
+"""Of options that several cases have."""
+QUICK = {"prompts": 1, "repeats": 1, "new_tokens": 8, "no_compile": True}
+
+
+def names() -> dict[str, str]:
+    """The cases, and their first lines."""
+    files = sorted(path for path in (FOLDER / "cases").glob("*.py") if path.stem != "__init__")
+    return {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in files}
+
+
+def load(name: str) -> ModuleType:
+    """A case: a module with OPTIONS, SECTIONS, `races` or `measure`, and `markdown` unless COLUMNS are enough."""
+    return importlib.import_module(f"cases.{name}")
+
+
+def options_of(case: ModuleType) -> dict[str, tuple[Any, str]]:
+    """Default and help, by name."""
+    from shared import RACE_OPTIONS
+
+    own = (RACE_OPTIONS if hasattr(case, "races") else {}) | getattr(case, "OPTIONS", {})
+    return {name: one if isinstance(one, tuple) else (one, HELP[name]) for name, one in own.items()}
+
+
+def parser_of(cases: list[ModuleType]) -> argparse.ArgumentParser:
+    doc = "\n".join(case.__doc__ or "" for case in cases) or __doc__
+    prog = " ".join(["run.py", *(case.__name__.removeprefix("cases.") for case in cases)])
+    parser = argparse.ArgumentParser(prog, None, doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", nargs="?", const="", help="write the figures to this file (default: CASE.json here)")
+    parser.add_argument("--quick", action="store_true", help="as little as possible, to try the case")
+    parser.add_argument(
+        "--read", nargs="?", const="", help="measure nothing: take the figures of this file, or CASE.json"
+    )
+    parser.add_argument("--pages", action="store_true", help="write the tables into docs/, from the committed figures")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--device", default="cpu", help="of races (default: %(default)s)")
+    for name, (default, text) in {k: v for case in cases for k, v in options_of(case).items()}.items():
+        flag, shown = f"--{name.replace('_', '-')}", f"{text} (default: {default})".replace("%", "%%")
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", default=None, help=text)
+        elif isinstance(default, list):
+            kind = type(default[0]) if default else str
+            parser.add_argument(flag, nargs="*", type=kind, metavar="ONE", help=shown)
+        else:
+            parser.add_argument(flag, type=type(default) if default is not None else str, metavar="ONE", help=shown)
+    return parser
+
+
+def arguments_of(case: ModuleType, given: argparse.Namespace) -> argparse.Namespace:
+    """What was given, and the case's own defaults for the rest."""
+    defaults = {name: default for name, (default, _) in options_of(case).items()}
+    quick = {**QUICK, **getattr(case, "QUICK", {})} if given.quick else {}
+    defaults |= {name: value for name, value in quick.items() if name in defaults}
+    chosen = {name: value for name in defaults if (value := getattr(given, name)) is not None}
+    common = {name: getattr(given, name) for name in ("quick", "threads", "device")}
+    return argparse.Namespace(**{**defaults, **chosen, **common})
+
+
+def measure(case: ModuleType, args: argparse.Namespace, path: Path | None) -> Any:
+    """The figures. path: a file for them, also of a measurement that is stopped."""
+    import torch
+    from shared import run_races, write_json
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+
+    def save(found: Any) -> None:
+        write_json(path, found)
+
+    args.save, args.path = save, path
+    found = run_races(case.races(args), args, save) if hasattr(case, "races") else case.measure(args)
+    save(found)
+    return found
+
+
+def text_of(case: ModuleType, found: Any) -> str:
+    """The tables as they stand in docs."""
+    from shared import races_text
+
+    if hasattr(case, "markdown"):
+        text: str = case.markdown(found)
+        return text
+    return races_text(case.__name__.removeprefix("cases."), found, **getattr(case, "TABLE", {}))
+
+
+def section_text(case: ModuleType, section: Any) -> str:
+    """What a section shows, from the committed figures."""
+    name = case.__name__.removeprefix("cases.")
+    texts = []
+    for file in section.files or (name,):
+        found = json.loads((FOLDER / f"{file}.json").read_text(encoding="utf-8"))
+        if section.titles:
+            found = {title: found[title] for title in ("about", *section.titles)}
+        texts.append(text_of(case, found))
+    return "\n\n".join(texts)
+
+
+def main(words: list[str]) -> None:
+    chosen = list(takewhile(lambda word: not word.startswith("-"), words))
+    known = names()
+    if not chosen and not words:
+        print("\n".join(f"{name:18} {doc.splitlines()[0]}" for name, doc in known.items()))
+        return
+    if unknown := set(chosen) - set(known):
+        sys.exit(f"run.py: no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    cases = [load(name) for name in chosen]
+    given = parser_of(cases).parse_args(words[len(chosen) :])
+    for name, case in zip(chosen, cases, strict=True):
+        own = FOLDER / f"{name}.json"
+        if given.read is None:
+            path = None if given.json is None else Path(given.json or own)
+            found = measure(case, arguments_of(case, given), path)
+        elif given.pages and not given.read:
+            found = None  # sections may show other files than this one
+        else:
+            found = json.loads(Path(given.read or own).read_text(encoding="utf-8"))
+        if found is not None:
+            print(text_of(case, found))
+        for section in case.SECTIONS if given.pages else ():
+            from shared import publish
+
+            publish(section_text(case, section), [FOLDER.parent / "docs" / f"{section.page}.md"], section.marker)
+        if hasattr(case, "check") and found is not None:
+            case.check(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

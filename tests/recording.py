@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from assisted.fast.capture import HostRead, NoHostReads, Pass
+from assisted.fast.capture import Captured, HostRead, NoHostReads
 
 
 class Recording:
     """What `assisted.capture.CudaReplay` is, on a CPU."""
 
-    def __init__(self, run: Pass):
+    def __init__(self, run: Captured):
         with NoHostReads(), _NoLists():
             run()
         self.steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []

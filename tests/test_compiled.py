@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ from medusa_heads import knowing_what_follows
 from pairs import BY_NAME
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa, Merged, decoding
-from assisted.engine.prepared import PreparedModule
-from assisted.fast import capture, captures, products
-from assisted.fast.captures import CompiledCode, Shape
+from assisted.fast import capture, graphs, products
+from assisted.fast.capture import CompiledCode, Shape
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +34,7 @@ def _compiler(monkeypatch):
 @pytest.fixture
 def quickly(monkeypatch):
     """Without trying out products, which takes minutes where there are many."""
-    monkeypatch.setattr(capture, "_FROZEN", {"freezing": True})
+    monkeypatch.setattr(capture, "FROZEN", {"freezing": True})
 
 
 def codes():
@@ -104,9 +103,10 @@ def test_a_first_compilation_is_no_change_of_the_model():
 @pytest.mark.usefixtures("quickly")
 def test_the_compiler_looks_once_a_call(monkeypatch):
     """Other passes of a call are made of what the code read when it was looked at."""
-    checks = []
-    check = capture.CodeReplay.check
-    monkeypatch.setattr(capture.CodeReplay, "check", lambda self: checks.append(self) or check(self))
+    checks, check = [], CompiledCode.check
+    monkeypatch.setattr(
+        CompiledCode, "check", lambda self, *given, **how: checks.append(self) or check(self, *given, **how)
+    )
     model, ids = used("llama")
     checks.clear()
     replays = model.graphs.replays
@@ -180,7 +180,7 @@ def test_batches_and_trees():
         pytest.xfail("torch's compiler wrote C++ for the masks of these trees that does not compile")
     assert model.graphs.reason is None and model.graphs.replays > 0
     says_what_plain_says(model, ids, attention_mask=mask, eos_token_id=list(range(5, 20)))  # rows end, one is left
-    assert {shape.rows for shape in model.graphs._captures.passes if isinstance(shape, Shape)} == {2, 3}
+    assert {shape.rows for shape in model.graphs.captures.held if isinstance(shape, Shape)} == {2, 3}
 
 
 @pytest.mark.usefixtures("quickly")
@@ -191,44 +191,41 @@ def test_code_is_looked_at_without_being_run():
         runs.add_(1)
         return [part * 2, part.sum()]
 
-    made = capture.compiled(run, frozen=False)
-    first, second = (capture.CodeReplay(made, [data[:size]]) for size in (8, 5))
-    with capture.compiling(False):
-        first.look()  # of code that was never run nobody knows which of its results are meant
-        assert first.checked and runs == 1
-        second.look()
-        assert second.checked and runs == 1
-    for replay, size in ((second, 5), (first, 8), (second, 5)):
+    codes, (first, second) = CompiledCode(), (Shape("part", 2, 4, top, False) for top in (8, 5))
+    made = codes.compile(run, False)
+    codes.trusted.add(codes.sort(first))
+    for shape in (first, second):  # of code that was never run nobody knows which of its results are meant
+        codes.capture(shape, made, [data[: shape.top]], False, nullcontext)
+        assert codes.is_checked(shape) and runs == 1
+    for shape in (second, first, second):
         data.add_(1)  # it reads what is there now
-        double, total = replay()
-        assert torch.equal(double, data[:size] * 2) and total == data[:size].sum()
+        double, total = codes.replay(shape)
+        assert torch.equal(double, data[: shape.top] * 2) and total == data[: shape.top].sum()
     assert runs == 4
 
 
-@pytest.mark.parametrize(("rows", "low_bit_bytes"), [(4, 0), (4, 100), (1, 100)])
+@pytest.mark.parametrize(("rows", "in_low_bits"), [(4, False), (4, True), (1, True)])
 @pytest.mark.parametrize(("others", "filled_up"), [(0, 16), (4, 16), (20, 400)])
-def test_single_columns_get_a_code_where_they_are_many(rows, low_bit_bytes, others, filled_up):
+def test_single_columns_get_a_code_where_they_are_many(rows, in_low_bits, others, filled_up):
     """others: passes over more columns between two over one."""
-    runner = SimpleNamespace(prepared=PreparedModule(None, low_bit_bytes=low_bit_bytes))
-    code = CompiledCode()
-    assert not code._fills_up(runner, rows, False)  # there is no code that they could share
-    code.trust(Shape("whole", rows, 2, 0, False), True)
+    code, kind = CompiledCode(), ("whole", rows, False, in_low_bits)
+    assert not code.fills_up(*kind)  # there is no code that they could share
+    code.trusted.add(code.sort(Shape("whole", rows, 2, 0, False)))
     count = 0
-    while count < 400 and code._fills_up(runner, rows, False):
+    while count < 400 and code.fills_up(*kind):
         count += 1
         code.replays += 1 + others
     assert count == filled_up
 
 
 def test_a_single_column_of_one_row_needs_no_code_of_its_own():
-    code, runner = CompiledCode(), SimpleNamespace(prepared=PreparedModule(None))
-    assert code._fills_up(runner, 1, False)
+    assert CompiledCode().fills_up("whole", 1, False, False)
 
 
 @pytest.mark.parametrize("quantization,fits", in_turns(["int8", "int4"], [True, False]))
 def test_a_copy_in_few_bits_is_compiled_into_code_for_single_columns(quantization, fits, monkeypatch, quickly):
     """Where another copy of its weights fits into memory, they are constants, for which the compiler has faster products."""
-    monkeypatch.setattr(captures, "may_take", lambda size: fits or not size)
+    monkeypatch.setattr(graphs, "may_take", lambda size: fits or not size)
     seen = []
 
     def compile_fx(graph, inputs, **kwargs):

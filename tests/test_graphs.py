@@ -26,21 +26,21 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings, PreparedModule
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.fast import capture, captures, fused, graphs
-from assisted.fast.captures import CudaGraphs
+from assisted.fast import capture, fused, graphs
+from assisted.fast.capture import CudaGraphs
 from assisted.fast.graphs import Graphs
 from assisted.fast.static_buffers import StaticBuffers
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WITH_SLOTS = [a for a in ARCHITECTURES if a.masks != "2d" and a.name != "llama4"]
 ROUNDING = 1e-3
-CAPTURED, CAPTURES_FOR = CudaGraphs._captured, graphs.captures_for
+RECORD, CAPTURES_FOR = CudaGraphs.record, graphs.captures_for
 
 
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
-    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: Recording(run))
+    monkeypatch.setattr(CudaGraphs, "record", lambda self, run, device, tried: Recording(run))
     monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
     # on a CPU, fused models look positions up, which no capture may
     for module in (fused, model_drafter):
@@ -179,7 +179,7 @@ def test_low_bit_weights_round_to_half_precision(monkeypatch, low_bits):
         logits = outputs[0]
         return [logits + 0.03 * logits.std() * torch.randn_like(logits), *outputs[1:]]
 
-    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: lambda: rounded(run()))
+    monkeypatch.setattr(CudaGraphs, "record", lambda self, run, device, tried: lambda: rounded(run()))
     monkeypatch.setattr(fused, "fused", lambda model, trusted, **read: PreparedModule(model, low_bit_bytes=low_bits))
     model = build(BY_NAME["llama"]).requires_grad_(False)
     runner, holder = served(model)
@@ -254,17 +254,17 @@ def test_a_model_is_captured_at_its_second_pass_and_then_every_shape_at_once():
 
 @torch.inference_mode()
 def test_slots_that_grow_are_captured_anew(monkeypatch):
-    monkeypatch.setattr(captures, "_AHEAD", 64)
+    monkeypatch.setattr(graphs, "_AHEAD", 64)
     model = build(BY_NAME["llama"], max_position_embeddings=1024)
     runner, holder = served(model, limit=600)
     ids = random_ids(model, 1, 400)
     runner.prefill(ids[:, :120], None)
     passes(runner, ids[:, 120:], 10)
-    small = holder._captures.buffers
+    small = holder.buffers
     assert (small.capacity, holder.captured) == (256, 1)
     logits = passes(runner, ids[:, 130:], 170)
-    assert holder._captures.buffers is not small
-    assert (holder._captures.buffers.capacity, holder.captured) == (512, 1)
+    assert holder.buffers is not small
+    assert (holder.buffers.capacity, holder.captured) == (512, 1)
     assert (logits[:, 0] - model(ids[:, :300]).logits[:, -1]).abs().max() < ROUNDING
 
 
@@ -272,7 +272,7 @@ def test_slots_that_grow_are_captured_anew(monkeypatch):
 @pytest.mark.parametrize("length", [20, 500])
 def test_prompts_are_read_into_the_slots_of_captured_passes(monkeypatch, length):
     """So that they exist once. `take` would move them."""
-    monkeypatch.setattr(captures, "_AHEAD", 256)
+    monkeypatch.setattr(graphs, "_AHEAD", 256)
     monkeypatch.setattr(StaticBuffers, "take", None)
     model, holder = build(BY_NAME["llama"], max_position_embeddings=1024), Graphs()
     for rows, seed in ((3, 0), (2, 1), (3, 2)):
@@ -282,7 +282,7 @@ def test_prompts_are_read_into_the_slots_of_captured_passes(monkeypatch, length)
         runner.prefill(ids[:, :length], None)
         logits = passes(runner, ids[:, length:], 20)
         assert (logits[:, 0] - model(ids).logits[:, -1]).abs().max() < ROUNDING
-        own = [layer.keys for layer in holder._captures.buffers.slots.layers]
+        own = [layer.keys for layer in holder.buffers.slots.layers]
         assert [layer.keys.data_ptr() for layer in runner.cache.layers] == [keys.data_ptr() for keys in own]
         settings.over = True
     assert holder.replays > 50
@@ -304,7 +304,7 @@ def test_a_path_at_the_end_of_the_slots():
             runner.commit([start - 240])
         runner(ids[:, start : start + 5], draft)
         runner.commit([4], path)
-    assert ("gather", 1, 8) in holder._captures.passes
+    assert ("gather", 1, 8) in holder.captures.held
     assert runner.cache.lengths == [255]
     text = torch.cat([ids[:, :252], ids[:, [253, 254, 255]], ids[:, 300:301]], 1)
     assert (runner.eager(ids[:, 300:301])[0, 0] - model(text).logits[0, -1]).abs().max() < ROUNDING
@@ -313,11 +313,11 @@ def test_a_path_at_the_end_of_the_slots():
 def test_captures_outlive_a_call_and_serve_fewer_rows():
     target, model = pair()
     check(target, model, 4)
-    known = model.graphs._captures.buffers
+    known = model.graphs.buffers
     check(target, model, 2)
-    assert model.graphs._captures.buffers is known
+    assert model.graphs.buffers is known
     check(target, model, 6)
-    assert model.graphs._captures.buffers is not known
+    assert model.graphs.buffers is not known
 
 
 def test_captures_are_bounded(monkeypatch):
@@ -372,7 +372,7 @@ def test_a_replay_that_differs_is_not_relied_on(monkeypatch):
                 output += 1.0 + torch.arange(output.shape[-1]) % 3
             return self.outputs
 
-    monkeypatch.setattr(CudaGraphs, "_captured", lambda self, run, trusted: Wrong(run))
+    monkeypatch.setattr(CudaGraphs, "record", lambda self, run, device, tried: Wrong(run))
     target, model = pair(draft="suffix")
     check(target, model)
     assert "replay and forward pass differ" in model.graphs.reason
@@ -385,17 +385,17 @@ def test_what_changed_in_a_model_is_noticed():
     check(target, model)
     with torch.no_grad():
         target.model.layers[0].mlp.down_proj.weight.mul_(0.5)
-    known = model.graphs._captures.buffers
+    known = model.graphs.buffers
     check(target, model)
-    assert model.graphs._captures.buffers is known
+    assert model.graphs.buffers is known
     weight = target.model.layers[0].mlp.down_proj
     weight.weight = torch.nn.Parameter(0.7 * weight.weight)
     check(target, model)
-    assert model.graphs._captures.buffers is not known
-    known = model.graphs._captures.buffers
+    assert model.graphs.buffers is not known
+    known = model.graphs.buffers
     target.model.layers[0].self_attn.scaling *= 0.5  # nothing of it shows outside
     check(target, model)
-    assert model.graphs._captures.buffers is not known
+    assert model.graphs.buffers is not known
     assert model.graphs.reason is None
 
 
@@ -509,7 +509,7 @@ def test_a_copy_of_a_pair_captures_its_own():
     other = copy.deepcopy(model)
     assert other.graphs.captured == 0
     check(other.target, other, 1)
-    assert other.graphs._captures.buffers is not model.graphs._captures.buffers
+    assert other.graphs.buffers is not model.graphs.buffers
 
 
 def test_a_caller_goes_on_with_a_cache():
@@ -600,7 +600,7 @@ class Synchronizes(torch.nn.SiLU):
 
 @pytest.fixture
 def on_cuda(monkeypatch):
-    monkeypatch.setattr(CudaGraphs, "_captured", CAPTURED)
+    monkeypatch.setattr(CudaGraphs, "record", RECORD)
 
     def move(target, model):
         target.to("cuda")

@@ -1,34 +1,40 @@
-"""Captured forward passes. Kernel launches are recorded once per input shape, over tensors at fixed addresses, and then
-replayed in one call.
+"""Captured forward passes of a model. Kernel launches are recorded once per input shape, over tensors at fixed addresses, and
+then replayed in one call.
 
-The eager forward pass defines the correct result and runs where a pass cannot be captured. captures.py implements the two
-ways to capture.
+A runner has a forward pass in two forms: `eager` defines the correct result and runs where a pass cannot be captured, and
+`static_forward` is captured. capture.py implements the two ways to capture, static_buffers.py holds what captures read.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
-import time
 import weakref
+from collections.abc import Hashable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..drafts import Draft
 from ..engine.agreement import apart, rounding_of
-from ..engine.cache import Paths, SlotCache
+from ..engine.cache import Paths, SlotCache, SlotLayer
+from ..engine.clock import now
 from ..engine.hooks import obstacle
-from ..engine.host import wait
-from ..engine.passes import Passes, Runner
+from ..engine.libraries import attention_of
+from ..engine.passes import Inputs, Passes, Runner
 from ..engine.prepared import CallSettings
-from . import capture
-from .captures import Captures, CompiledCode, CudaGraphs, results
-from .products import may_copy
+from ..engine.shapes import WIDTHS, columns_for, slots_for
+from .capture import Captures, CompiledCode, CudaGraphs, Function, Outputs, Shape
+from .products import may_copy, may_take
 from .sources import Modules, Source, Weights
+from .static_buffers import StaticBuffers
 
 MODES = ("auto", "eager", "compile")
+_AHEAD = 4096  # slots reserved at once, if a call may need as many; further ones are reserved on demand
 
 _Runner = TypeVar("_Runner", bound=Runner)
 
@@ -40,12 +46,20 @@ def captures_for(mode: str, device: torch.device) -> type[Captures] | None:
     return CompiledCode if mode == "compile" else None
 
 
+class _Static(NamedTuple):
+    """A runner's `static_forward` as a function of tensors. twin: the runner inside. frozen: weights are constants of it."""
+
+    run: Function
+    twin: Any
+    frozen: bool
+
+
 class Graphs(Passes):
     """The captured forward passes of one model, kept between calls.
 
-    The second forward pass of a model, or of a part of it, is captured and compared with the eager one. After that,
-    `Captures.wants_eager` decides which replays are compared. If a capture fails or differs, the model runs eagerly from then
-    on, for the given `reason`. When the model changes, it is captured again.
+    The second forward pass of a model, or of a part of it, is captured and compared with the eager one. After that, the first
+    replay of each sort is compared, or of each call (`Captures.confirms`). If a capture fails or differs, the model runs
+    eagerly from then on, for the given `reason`. When the model changes, it is captured again.
 
     Only one call at a time replays; concurrent calls in other threads run eagerly.
 
@@ -53,18 +67,24 @@ class Graphs(Passes):
         reason: why the model runs eagerly until it changes; None if nothing prevents replaying.
         obstacle: the same for the last call only: hooks, an adapter, parts on several devices.
         replays: how many passes were replayed.
+        captures: the captured passes, of the model in its current state; None before the first call that may capture.
+        buffers: the slots and inputs that they read.
     """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.obstacle: str | None = None
         self.replays = 0
+        self.captures: Captures | None = None
+        self.buffers: StaticBuffers | None = None
+        self._functions: dict[Hashable, _Static] = {}  # by kind of runner, with chains or trees
+        self._frozen: dict[Hashable, bool] = {}  # whether weights are constants of code, by kind of runner
+        self._made_from: tuple[Any, Source] | None = None
         self._lock = threading.Lock()
         self._settings: CallSettings | None = None  # of the call that replays
         self._name = ""  # of the model, for its report
         self._served: weakref.ref[SlotCache] | None = None  # the slots of that call
-        self._made_from: tuple[Any, Source] | None = None
-        self._captures: Captures | None = None
+        self._confirmed = False  # whether a replay of that call was compared with the eager forward pass
 
     def __reduce__(self) -> Any:
         return Graphs, ()  # a copy of a model captures its own passes
@@ -72,12 +92,16 @@ class Graphs(Passes):
     @property
     def captured(self) -> int:
         """The number of captured passes."""
-        return 0 if self._captures is None else len(self._captures.passes)
+        return 0 if self.captures is None else len(self.captures.held)
 
     def release(self, reason: str) -> None:
-        if self._captures is not None:
-            self._captures.clear()
+        self._forget()
         self.reason = reason
+
+    def _forget(self) -> None:
+        if self.captures is not None:
+            self.captures = type(self.captures)(self.captures.compiled, self.captures.constants)
+        self.buffers, self._functions, self._frozen = None, {}, {}
 
     def serve(self, runner: _Runner, model: nn.Module, settings: CallSettings) -> _Runner:
         """Let a call's settings hold for a runner, and replay its forward passes, and those of runners that share its slots,
@@ -100,23 +124,25 @@ class Graphs(Passes):
             if not trusted.forward:  # which the report gives as the reason for everything that it costs
                 self._note(self.obstacle)
             return runner
-        made_for = (settings.mode, kind, capture.fingerprint(model, runner.prepared.module))
+        made_for = (settings.mode, kind, _fingerprint(model, runner.prepared.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
         constants = kind.takes_constants and may_copy(model.parameters())
         weights, copied = chain(model.parameters(), model.buffers()), set(map(id, runner.prepared.copied))
         compared = (weight for weight in weights if id(weight) not in copied) if constants else ()
         source = Source(inner, Weights.of(compared, constants), Weights((), None))
         known = self._made_from
-        if self._captures is None or known is None or known[0] != made_for or not known[1].same(source):
-            self._captures = kind(settings.mode == "compile", constants)
+        if self.captures is None or known is None or known[0] != made_for or not known[1].same(source):
+            self.captures = kind(settings.mode == "compile", constants)
+            self._forget()
             self._made_from, self.reason = (made_for, source), None
         elif self.reason is not None:
             self._note(self.reason)
-        self._captures.begin_call()
+        self._confirmed = not kind.confirms
+        self.captures.begin_call()
         self.runs = kind.runs
         runner.passes = self
         if self.reason is None:
-            runner.cache.lender = self._captures.lend
+            runner.cache.lender = self._lend
         return runner
 
     def run(self, runner: Runner, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
@@ -125,71 +151,147 @@ class Graphs(Passes):
 
     def _replay(self, runner: Runner, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
         """The verified output of a captured pass; None if this pass must run eagerly."""
-        captures, cache, width = self._captures, runner.cache, ids.shape[1]
+        captures, cache, prepared, width = self.captures, runner.cache, runner.prepared, ids.shape[1]
         assert captures is not None
-        shape = captures.shape(runner, width, draft is not None and draft.parents is not None)
-        if shape is None or not captures.is_expected(shape):
+        tree = draft is not None and draft.parents is not None
+        rows = captures.rows(len(cache.running), cache.rows)
+        last = self._last(cache, rows)
+        shape = captures.shape(prepared.kind, rows, width, last, tree, prepared.low_bit_bytes > 0)
+        if shape is None or last + width > runner.context or not captures.is_expected(shape):
             return None
-        started = time.perf_counter()
-        inject = runner.prepared.inject
-        states = None if inject is None else inject.hidden
+        started = now()
+        states = None if prepared.inject is None else prepared.inject.hidden
         try:
-            buffers = captures.hold(cache, shape.top)
-            known, by_eager = shape in captures.passes, captures.wants_eager(shape)
+            buffers, captures = self._hold(cache, shape.top)
+            known = shape in captures.held
+            by_eager = not (self._confirmed if known else captures.sort(shape) in captures.trusted)
             expected = runner.eager(ids, draft) if by_eager else None
-            buffers.feed(cache, shape.rows, shape.columns, ids, draft)
+            buffers.feed(cache, rows, shape.columns, ids, draft)
             if states is not None:
-                buffers.feed_states(shape.kind, cache, shape.rows, states)
+                buffers.put(shape.kind, cache, rows, states)
+            if not known or not captures.is_checked(shape):
+                static = self._static(runner, shape.tree)
             if not known:
-                first = captures.add(shape, runner)
-                expected = (
-                    results(first, runner, buffers, width) if expected is None and first is not None else expected
+                first = captures.capture(
+                    shape, static.run, self._inputs(runner, shape), static.frozen, buffers.other_ids
                 )
-                self._spend(time.perf_counter() - started)
-                started = time.perf_counter()
-            captures.passes.move_to_end(shape)
+                expected = _results(first, runner, buffers, width) if first is not None and not by_eager else expected
+                self._spend(now() - started)
+                started = now()
+            captures.held.move_to_end(shape)
             if expected is None:
-                return self._counted(results(captures.replay(shape, runner), runner, buffers, width))
-            wait(buffers.device)
-            replayed = time.perf_counter()
-            logits = results(captures.replay(shape, runner), runner, buffers, width)
-            wait(buffers.device)
+                return self._counted(_results(captures.replay(shape), runner, buffers, width))
+            replayed = now(buffers.device)
+            logits = _results(captures.replay(shape), runner, buffers, width)
+            done = now(buffers.device)
         except Exception as error:  # third-party forwards may not support being captured
-            self._spend(time.perf_counter() - started)
+            self._spend(now() - started)
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         finally:
-            if inject is not None and states is not None:  # a capture replaces them
-                inject.hidden = states
-        done = time.perf_counter()
+            if prepared.inject is not None and states is not None:  # a capture replaces them
+                prepared.inject.hidden = states
         difference = apart(logits[cache.running], expected[cache.running])
-        self._spend(time.perf_counter() - started - (done - replayed))
-        rounded = torch.bfloat16 if runner.prepared.low_bit_bytes else logits.dtype
-        if difference <= (0 if runner.prepared.keeps_bits else rounding_of(rounded)):
-            captures.trust(shape, by_eager)
+        self._spend(now() - started - (done - replayed))
+        rounded = torch.bfloat16 if prepared.low_bit_bytes else logits.dtype
+        if difference <= (0 if prepared.keeps_bits else rounding_of(rounded)):
+            captures.trusted.add(captures.sort(shape))
+            self._confirmed = self._confirmed or by_eager
             return self._counted(logits)
         if known:  # the model has changed since the capture
-            captures.clear()
+            self._forget()
         else:
             self._give_up(f"replay and forward pass differ by {difference:.2g} standard deviations of the logits")
         return None  # the eager pass overwrites what the replay has written
 
+    def _static(self, runner: Runner, tree: bool) -> _Static:
+        """The runner's forward pass as a function of `_inputs`, over the slots of the buffers."""
+        key, captures, buffers = (runner.prepared.kind, tree), self.captures, self.buffers
+        assert captures is not None and buffers is not None
+        if key not in self._functions:
+            twin: Any = copy.copy(runner)
+
+            def run(ids: Any, numbers: Any, parents: Any, visible: Any, states: Any) -> Outputs:
+                if states is not None:
+                    twin.prepared.inject.hidden = states
+                logits = twin.static_forward(Inputs(ids, numbers[:, :1], numbers[:, 1:2], parents, visible))
+                return [logits, *(tap.hidden for tap in twin.prepared.taps.values())]
+
+            frozen = captures.constants and may_take(runner.prepared.low_bit_bytes)
+            frozen = self._frozen.setdefault(runner.prepared.kind, frozen)
+            self._functions[key] = _Static(captures.compile(run, frozen), twin, frozen)
+        static = self._functions[key]
+        # the model may be another of the same kind than in the last call; the buffers' lengths belong to no call
+        vars(static.twin).update(vars(runner))
+        static.twin.cache, static.twin.passes = buffers.slots, Passes()
+        return static
+
+    def _inputs(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
+        """What a forward pass of this shape reads."""
+        (kind, rows, columns, top, tree), buffers = shape, self.buffers
+        assert buffers is not None
+        return (
+            buffers.input("ids", rows, columns),
+            buffers.numbers[:rows],
+            buffers.input("parents", rows, columns - 1) if tree else None,
+            buffers.visible[:rows, :top],
+            None if runner.prepared.inject is None else buffers.input(kind, rows, columns),
+        )
+
+    def _lend(self, layer: SlotLayer, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Let a call that begins read its prompt into the buffers, so that its slots need neither be moved nor exist twice; see
+        `SlotCache.lender`."""
+        cache = layer.slots
+        room = slots_for(min(cache.limit, max(top, _AHEAD - WIDTHS[-1])) + WIDTHS[-1])
+        return self._fitting(cache, room, room, key_states.device).lend(layer, key_states, value_states)
+
+    def _hold(self, cache: SlotCache, top: int) -> tuple[StaticBuffers, Captures]:
+        """The buffers with the call's slots moved there, and the captured passes that read them."""
+        if self.buffers is None or not self.buffers.holds(cache, top):
+            room = max(top, slots_for(min(cache.limit + WIDTHS[-1], _AHEAD)))
+            device = next(layer for layer in cache.slot_layers if layer.is_initialized).device
+            self._fitting(cache, top, room, device).take(cache)
+        assert self.buffers is not None and self.captures is not None
+        return self.buffers, self.captures
+
+    def _fitting(self, cache: SlotCache, top: int, room: int, device: torch.device) -> StaticBuffers:
+        """Buffers into which a call's slots fit, and at least `top` of a row; new ones have `room` for a row."""
+        if self.buffers is None or not self.buffers.fits(cache, top):
+            self._forget()
+            self.buffers = StaticBuffers(cache.rows, room, device)
+        return self.buffers
+
     def gather(self, runner: Runner, path: Paths) -> bool:
-        if not self._serves(runner.cache):
+        if not self._serves(runner.cache) or not isinstance(self.captures, CudaGraphs) or self.buffers is None:
             return False
-        assert self._captures is not None
+        captures, buffers, cache = self.captures, self.buffers, runner.cache
+        rows = captures.rows(len(cache.running), cache.rows)
+        columns = columns_for(max(map(len, path)), rows)
+        if columns is None or not buffers.holds(cache, self._last(cache, rows) + columns):
+            return False
+        key, started = ("gather", rows, columns), now()
         try:
-            moved, seconds = self._captures.gather(runner.cache, path)
+            if key not in captures.held:
+                buffers.follow(cache, rows, columns, None)  # the run before the capture moves nothing
+                move = functools.partial(buffers.move, rows, columns)
+                captures.keep(key, captures.record(move, buffers.device, False))
+                self._spend(now() - started)
+            buffers.follow(cache, rows, columns, path)
+            captures.held[key]()
+            captures.held.move_to_end(key)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
             return False
-        self._spend(seconds)
-        return moved
+        return True
+
+    def _last(self, cache: SlotCache, rows: int) -> int:
+        """The most valid slots in any of the first rows, in storage order."""
+        return max(cache.lengths[row] for row in cache.order[:rows])
 
     def _counted(self, logits: torch.Tensor) -> torch.Tensor:
-        assert self._captures is not None
+        assert self.captures is not None
         self.replays += 1
-        self._captures.replays += 1
+        self.captures.replays += 1
         return logits
 
     def _spend(self, seconds: float) -> None:
@@ -206,9 +308,31 @@ class Graphs(Passes):
 
     def _give_up(self, reason: str) -> None:
         self._note(reason)
-        self.reason = reason
-        if self._captures is not None:
-            self._captures.clear()
+        self.release(reason)
+
+
+def _results(outputs: Outputs, runner: Runner, buffers: StaticBuffers, width: int) -> torch.Tensor:
+    """The logits of a replay, [B, n, V], zeros for rows that don't run. The runner's taps hold the tapped outputs."""
+    cache, running = runner.cache, len(runner.cache.running)
+    logits, *states = (output[:running, :width] for output in outputs)
+    for tap, hidden in zip(runner.prepared.taps.values(), states, strict=True):
+        tap.hidden = hidden
+    if cache.running == list(range(cache.rows)):
+        return logits
+    spread = logits.new_zeros(cache.rows, *logits.shape[1:])
+    return spread.index_copy_(0, buffers.numbers[:running, 2], logits)
+
+
+def _fingerprint(model: nn.Module, run: nn.Module) -> tuple[Any, ...]:
+    """What a capture depends on: the addresses of the weights, and the modules that compute."""
+    tensors = (*model.parameters(), *model.buffers())
+    config = model.config.get_text_config(decoder=True) if isinstance(model, PreTrainedModel) else None
+    return (
+        tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors),
+        tuple(id(module) for module in run.modules() if not module._modules),
+        model.training,
+        None if config is None else attention_of(config),
+    )
 
 
 def require_mode(fast: str, exact: str | None = None) -> str:

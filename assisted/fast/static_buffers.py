@@ -1,6 +1,6 @@
-"""Slots and inputs at fixed addresses, which captured forward passes read in every pass and every call.
+"""Slots and inputs at fixed addresses, which captured functions read in every pass and every call.
 
-Deals with slots and drafts, not with models or with how a forward pass is captured.
+Deals with slots and drafts, not with models or with how a function is captured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..engine.shapes import WIDTHS
 
 
 class StaticBuffers:
-    """Slots, and tensors for the inputs that change between forward passes. Captured passes refer to them by address. Layers
-    are added as calls bring them.
+    """Slots, and tensors for the inputs that change between passes. Captured functions refer to them by address. Layers and
+    inputs are added as calls bring them.
 
     Args:
         rows: maximum number of rows.
@@ -33,24 +33,21 @@ class StaticBuffers:
         self.slots.capacity = capacity
         self.slots.lengths = [1] * rows  # arbitrary: a captured pass that reads them fails the comparison
         with torch.inference_mode(False):
-
-            def numbers(*shape: int) -> torch.Tensor:
-                return torch.zeros(shape, dtype=torch.int64, device=device)
-
-            self.ids, self.parents = numbers(rows, WIDTHS[-1]), numbers(rows, WIDTHS[-1]) - 1
-            self.numbers = numbers(rows, 3)  # by storage index: valid slots, position of column 0, row
+            # by storage index: valid slots, position of column 0, row
+            self.numbers = torch.zeros(rows, 3, dtype=torch.int64, device=device)
             self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-            self.path = numbers(rows, WIDTHS[-1])  # for a tree, the columns to keep, in order
+        self._inputs: dict[Hashable, torch.Tensor] = {}  # [rows, columns, ...]
         self._lent: dict[int, torch.Tensor] = {}  # by layer: the keys of the call that uses the slots
         self._lent_to: weakref.ref[SlotCache] | None = None
-        self.states: dict[Hashable, torch.Tensor] = {}  # [rows, columns, D], for parts that start from hidden states
-        self.shown: tuple[int, ...] | None = None  # the order of rows for which `visible` is filled
+        self._shown: tuple[torch.Tensor | None, list[int]] | None = (
+            None  # what `visible` is filled with, in which order
+        )
 
     def fits(self, cache: SlotCache, top: int) -> bool:
         """Whether a call's slots fit here."""
         both = zip(cache.layers, self.slots.layers, strict=False)
         same = all(isinstance(layer, SlotLayer) for layer in cache.layers) and all(
-            not layer.is_initialized or not own.is_initialized or _shape(layer) == _shape(own) for layer, own in both
+            not layer.is_initialized or not own.is_initialized or _kinds(layer) == _kinds(own) for layer, own in both
         )
         return same and cache.rows <= self.rows and top <= self.capacity
 
@@ -67,8 +64,7 @@ class StaticBuffers:
         cache = layer.slots
         place = next(place for place, one in enumerate(cache.layers) if one is layer)
         own = self._layer(place, key_states, value_states)
-        like = tuple((one.dtype, one.device, one.shape[1], one.shape[3]) for one in (key_states, value_states))
-        if like != _shape(own):
+        if tuple(map(_kind, (key_states, value_states))) != _kinds(own):
             return False
         if self._lent_to is None or self._lent_to() is not cache:
             self._begin(cache)
@@ -97,7 +93,7 @@ class StaticBuffers:
     def _begin(self, cache: SlotCache) -> None:
         """Use the slots for a call."""
         self._leave()
-        self._lent_to, self._lent, self.shown = weakref.ref(cache), {}, None
+        self._lent_to, self._lent, self._shown = weakref.ref(cache), {}, None
         cache.capacity = self.capacity
 
     def _leave(self) -> None:
@@ -112,45 +108,55 @@ class StaticBuffers:
 
     def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
         """Fill the next pass's inputs for the first `rows` storage indices. Columns after those of `ids` are padding."""
-        width = ids.shape[1]
         self._count(cache, rows)
-        self.ids[:rows, :width] = self._placed(cache, rows, ids)
+        self.put("ids", cache, rows, ids)
         if draft is not None and draft.parents is not None:
-            self.parents[:rows, : width - 1] = self._placed(cache, rows, draft.parents)
-            self.parents[:rows, width - 1 : columns - 1] = -1
+            self.put("parents", cache, rows, draft.parents)[:rows, ids.shape[1] - 1 : columns - 1] = -1
         self._show(cache)
+
+    def put(self, name: Hashable, cache: SlotCache, rows: int, of_all: torch.Tensor) -> torch.Tensor:
+        """Fill an input with [B, n, ...] and return it whole. Call after `feed`, which knows the order of the rows."""
+        held, of_all = self._input(name, of_all), of_all.to(self.device)
+        in_order = cache.order[:rows] == list(range(rows))
+        placed = of_all[:rows] if in_order else of_all.index_select(0, self.numbers[:rows, 2])
+        held[:rows, : of_all.shape[1]] = placed
+        return held
+
+    def input(self, name: Hashable, rows: int, columns: int) -> torch.Tensor:
+        """An input as captured functions read it, [rows, columns, ...]."""
+        return self._inputs[name][:rows, :columns]
+
+    def _input(self, name: Hashable, like: torch.Tensor) -> torch.Tensor:
+        if name not in self._inputs:
+            with torch.inference_mode(False):
+                sizes = self.rows, WIDTHS[-1], *like.shape[2:]
+                self._inputs[name] = torch.zeros(sizes, dtype=like.dtype, device=self.device)
+        return self._inputs[name]
 
     @contextmanager
     def other_ids(self) -> Iterator[None]:
         """A context with other tokens, so that a capture which kept values computed from them differs at the next replay."""
-        ids = self.ids.clone()
-        self.ids.zero_()
+        held = self._inputs["ids"]
+        ids = held.clone()
+        held.zero_()
         try:
             yield
         finally:
-            self.ids.copy_(ids)
+            held.copy_(ids)
 
-    def feed_states(self, kind: Hashable, cache: SlotCache, rows: int, hidden: torch.Tensor) -> None:
-        """Fill the hidden states, [B, n, D], that the next pass of this kind of runner starts from. Call after `feed`."""
-        if kind not in self.states:
-            self.states[kind] = hidden.new_zeros(self.rows, WIDTHS[-1], hidden.shape[-1])
-        self.states[kind][:rows, : hidden.shape[1]] = self._placed(cache, rows, hidden)
-
-    def stay(self, rows: int, columns: int) -> None:
-        """Make `move` leave every column in its slot."""
-        self.path[:rows, :columns] = torch.arange(columns, device=self.device)
-
-    def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths) -> None:
-        """Make `move` keep the columns of `path`, as in `SlotCache.commit`."""
+    def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths | None) -> None:
+        """Make `move` keep the columns of `path`, as in `SlotCache.commit`; None leaves every column in its slot."""
         self._count(cache, rows)
-        table = [[*path[row], *range(len(path[row]), columns)] for row in cache.order[:rows]]
-        self.path[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
+        each = [range(0)] * rows if path is None else [path[row] for row in cache.order[:rows]]
+        table = [[*kept, *range(len(kept), columns)] for kept in each]
+        own = self._input("path", self.numbers[:, :1])
+        own[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
 
     def move(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Move a tree's accepted columns to the slots that a chain would use."""
         place = torch.arange(rows, device=self.device)[:, None]
         known = self.numbers[:rows, :1]
-        target, source = known + torch.arange(columns, device=self.device), known + self.path[:rows, :columns]
+        target, source = known + torch.arange(columns, device=self.device), known + self.input("path", rows, columns)
         for store in self.slots.stores:
             store[place, :, target] = store[place, :, source]
         return []
@@ -160,20 +166,15 @@ class StaticBuffers:
         table = [[cache.lengths[row], cache.lengths[row] - cache.padding[row], row] for row in order]
         self.numbers[:rows].copy_(pinned(table, self.device), non_blocking=True)
 
-    def _placed(self, cache: SlotCache, rows: int, of_all: torch.Tensor) -> torch.Tensor:
-        """[B, ...] -> [rows, ...], in storage order. Call after `_count`."""
-        of_all = of_all.to(self.device)
-        in_order = cache.order[:rows] == list(range(rows))
-        return of_all[:rows] if in_order else of_all.index_select(0, self.numbers[:rows, 2])
-
     def _show(self, cache: SlotCache) -> None:
-        order = tuple(cache.order) if cache.visible is not None else ()
-        if order != self.shown:
-            self.visible.fill_(True)
-            if cache.visible is not None:
-                hidden = min(cache.visible.shape[1], self.capacity)
-                self.visible[: cache.rows, :hidden] = cache.visible[list(order), :hidden].to(self.device)
-            self.shown = order
+        known = self._shown
+        if known is not None and known[0] is cache.visible and (known[0] is None or known[1] == cache.order):
+            return
+        self.visible.fill_(True)
+        if cache.visible is not None:
+            hidden = min(cache.visible.shape[1], self.capacity)
+            self.visible[: cache.rows, :hidden] = cache.visible[cache.order, :hidden].to(self.device)
+        self._shown = cache.visible, list(cache.order)
 
     def _layer(self, place: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SlotLayer:
         """A layer here, made for such keys and values if there is none."""
@@ -184,5 +185,9 @@ class StaticBuffers:
         return own
 
 
-def _shape(layer: SlotLayer) -> tuple[tuple[torch.dtype, torch.device, int, int], ...]:
-    return tuple((store.dtype, store.device, store.shape[1], store.shape[3]) for store in (layer.keys, layer.values))
+def _kind(store: torch.Tensor) -> tuple[torch.dtype, torch.device, int, int]:
+    return store.dtype, store.device, store.shape[1], store.shape[3]
+
+
+def _kinds(layer: SlotLayer) -> tuple[tuple[torch.dtype, torch.device, int, int], ...]:
+    return _kind(layer.keys), _kind(layer.values)

@@ -5,16 +5,13 @@ Uses the parts through their interfaces: drafters propose, the target verifies, 
 
 from __future__ import annotations
 
-import time
-from itertools import pairwise
-
 import torch
 
 from .distribution import Distribution
 from .drafters.guarded import Guarded
 from .drafts import Draft, Round
+from .engine.clock import Stopwatch
 from .engine.host import is_out_of_memory
-from .engine.prepared import CallSettings
 from .engine.runner import CachedModel
 from .lengths.base import Length
 from .report import Recorder
@@ -95,36 +92,6 @@ def _forward(target: CachedModel, text: Text, draft: Draft, in_lockstep: bool) -
     elif text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
         draft = draft.with_chains(text.padded_rows, text.padding)
     return draft, target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
-
-
-class Stopwatch:
-    """Times steps without one-time work, which does not predict how long later steps take.
-
-    settings: those of the call; they count the seconds of one-time work.
-    """
-
-    def __init__(self, settings: CallSettings):
-        self.settings = settings
-        self.start()
-
-    def start(self, before: float = 0.0) -> None:
-        """Begin the first step. before: seconds that it has taken already."""
-        self.times = [self._now() - before]
-
-    def lap(self) -> None:
-        """End a step and begin another one."""
-        self.times.append(self._now())
-
-    def since(self) -> float:
-        """Seconds since the last step ended."""
-        return self._now() - self.times[-1]
-
-    def laps(self) -> list[float]:
-        """Seconds of each step; if several processes work together, those of the slowest one."""
-        return self.settings.ranks.largest([end - start for start, end in pairwise(self.times)])
-
-    def _now(self) -> float:
-        return time.perf_counter() - self.settings.spent_once
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,6 +43,7 @@ from .drafters import Call, Drafting
 from .drafters.grammar import guided
 from .drafters.guarded import guard
 from .engine.cache import SlotCache
+from .engine.clock import now
 from .engine.cross import Encoded
 from .engine.libraries import (
     CACHE,
@@ -333,7 +333,7 @@ class Generation:
         target.in_lockstep |= drafter.needs.lockstep or (call.returns_cache and not cache.can_rewind)
         if distribution.lossy is not None:
             _require_possible(distribution, text, target)
-        started = time.perf_counter()
+        started = now()
         if call.encoded is not None:
             logits = target.prefill(input_ids, attention_mask)
         else:
@@ -342,7 +342,7 @@ class Generation:
         cache.begin_rounds(width, None if positions is None else _last_positions(positions, text.rows))
         if max(cache.unpadded) > target.context:
             warn_plain(f"the prompt is longer than the target's context of {target.context} tokens")
-        self.recorder.read_prompt(time.perf_counter() - started)
+        self.recorder.read_prompt(now() - started)
         own_mask = None
         if attention_mask is not None and input_ids.shape[1] <= attention_mask.shape[1]:
             own_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :]

@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -47,6 +46,7 @@ from .admission import (
 from .configuration import AssistedConfig
 from .drafters import Drafter, DraftModel, Spec, Target
 from .drafts import Round
+from .engine.clock import now
 from .engine.experts import growth
 from .engine.hooks import is_offloaded
 from .engine.host import processor
@@ -416,7 +416,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             if sessions is not None:
                 raise ValueError(f"sessions: {CACHE} holds what has been read; pass one of the two")
             pool = None
-        recorder = Recorder(self.watch, started=time.perf_counter(), draft=self._drafts_with)
+        recorder = Recorder(self.watch, started=now(), draft=self._drafts_with)
         mode, bits = require_mode(self.fast, self.exact), self.exact is not None
         if bits and lossy_typical is not None:
             raise ValueError("lossy_typical: is not possible with exact='bits'")
@@ -516,7 +516,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         require_own_drafting(kwargs.get("generation_config"), self.generation_config, kwargs)
         require_numbers(kwargs.get("generation_config"), self.generation_config, kwargs)
         policy = self.draft_length if draft_length is None else lengths.resolve(draft_length)
-        recorder = Recorder(self.watch, started=time.perf_counter())
+        recorder = Recorder(self.watch, started=now())
         settings = CallSettings(require_mode(self.fast), ranks=ranks_of(self.target, *self.drafter.modules))
         if (reason := self._must_be_plain(settings, kwargs)) is not None:
             raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
@@ -546,7 +546,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""
         self._warn_continuous()
-        recorder = Recorder(started=time.perf_counter(), way="plain", because=_CONTINUOUS)
+        recorder = Recorder(started=now(), way="plain", because=_CONTINUOUS)
         results: dict[str, Any] = self.target.generate_batch(inputs, *args, **kwargs)
         recorder.row_tokens = [len(found.generated_tokens) for found in results.values()]
         recorder.target_passes = sum(max(0, tokens - 1) for tokens in recorder.row_tokens)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .drafts import Round
+from .engine.clock import now
 
 __all__ = ["Recorder", "Report"]
 
@@ -139,7 +139,7 @@ class Recorder:
 
     watch: called with every round, to draw or measure it.
     warnings: as in `CallSettings`, which adds to the same list.
-    started: when the call began, by time.perf_counter; None once it is over.
+    started: when the call began, by the clock; None once it is over.
     """
 
     watch: Callable[[Round], None] | None = None
@@ -206,7 +206,7 @@ class Recorder:
     def stop(self) -> None:
         """End the call."""
         if self.started is not None:
-            self.seconds, self.started = time.perf_counter() - self.started, None
+            self.seconds, self.started = now() - self.started, None
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
@@ -240,7 +240,7 @@ class Recorder:
             drafted=self.drafted,
             accepted=self.accepted,
             acceptance_by_position=tuple(a / d for a, d in zip(accepted_at, drafted_at, strict=False) if d),
-            seconds=self.seconds if self.started is None else time.perf_counter() - self.started,
+            seconds=self.seconds if self.started is None else now() - self.started,
             draft_seconds=self.draft_seconds,
             verify_seconds=self.verify_seconds,
             prompt_seconds=self.prompt_seconds,

@@ -9,8 +9,9 @@ from covering import each_once, over
 from made_tokenizers import characters
 from pairs import ENDS, said_by
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
+from assisted.engine import clock
 from assisted.engine.prepared import CallSettings
 
 NEW_TOKENS = 24
@@ -89,8 +90,8 @@ def test_tokens_that_the_draft_lacks_are_never_drafted():
 def test_a_draft_counts_what_its_drafter_has_learned_before(monkeypatch):
     """The policy would otherwise believe that drafts cost less than they do."""
     now = [100.0]
-    monkeypatch.setattr(decoding.time, "perf_counter", lambda: now[0])
-    watch = decoding.Stopwatch(CallSettings())
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    watch = clock.Stopwatch(CallSettings())
     watch.start()
     for step in (1, 5):
         now[0] += step

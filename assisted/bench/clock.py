@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from ..engine.host import wait
+from ..engine.clock import now
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]
@@ -64,10 +63,10 @@ def turns(
         progress: called after each prompt with the share that is done.
         least: number of repeats that are made in any case.
     """
-    began, took = time.perf_counter(), 0.0
+    began, took = now(), 0.0
     order = list(methods)
     for repeat in range(repeats):
-        started = time.perf_counter()
+        started = now()
         if seconds is not None and repeat >= least and started + took > began + seconds:
             return
         for prompt in range(prompts):
@@ -75,13 +74,7 @@ def turns(
                 yield one, prompt, repeat
             order = order[1:] + order[:1]
             progress((repeat + (prompt + 1) / prompts) / repeats)
-        took = time.perf_counter() - started
-
-
-def now(device: torch.device) -> float:
-    """The clock, in seconds, after the device has finished all its work."""
-    wait(device)
-    return time.perf_counter()
+        took = now() - started
 
 
 class FirstToken(BaseStreamer):
@@ -100,7 +93,7 @@ class FirstToken(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         self._pieces += 1
         if self._pieces == 2:
-            self.seconds = time.perf_counter() - self.started
+            self.seconds = now() - self.started
 
     def end(self) -> None:
         pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from .. import zoo
 from ..drafters import METHODS, DraftModel, parse
 from ..drafters.registry import split
+from ..engine.clock import now
 from ..loading.backends import find, placed
 from ..modeling import AssistedModelForCausalLM
 from . import methods as who
@@ -110,13 +110,13 @@ def point(
         progress: as for `race`.
         streams: whether to also measure the time until the first token, and memory, in another repeat.
     """
-    started = time.perf_counter()
+    started = now()
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
     if not all(one.counted for one in plain):
         torch.compiler.reset()  # code compiled for other shapes counts against a limit
     best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
-    left = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
+    left = None if rules.seconds is None else rules.seconds - (now() - started)
     measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)
     if left is None and streams:
         stream(pair.target, measured, batches, rules, pad, progress)
@@ -154,14 +154,14 @@ def brief(
 
     Raises ValueError if there are not enough prompts, ModuleNotFoundError without the held-out text.
     """
-    started = time.perf_counter()
+    started = now()
     rules = Rules(new_tokens, repeats, seconds=seconds)
     found = texts.read(["code"], pair.tokenizer, prompts)
     plain = who.plain(pair.target, compiled=False)
     tried = transformers_assisted(pair) or who.lookups(pair.target)
     pairs = {"assisted": pair, **(also or {})}
     own = [who.undrafted(pair.target), *(of_model(name, model) for name, model in pairs.items())]
-    left = replace(rules, seconds=seconds - (time.perf_counter() - started))
+    left = replace(rules, seconds=seconds - (now() - started))
     measured = point(pair, plain, tried, own, found, left, progress=progress)
     about = machine(pair.target.device, pair.target.dtype)
     return Result(pair.target.name_or_path, None, rules, texts.sources(found), (measured,), about)

@@ -6,7 +6,6 @@ Notes what a call took, what it wrote and how many forward passes it needed; res
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from transformers.utils import logging
 
 from ..distribution import require_seed, require_temperature
 from ..drafts import DraftingStopped
-from ..engine.split import timed
+from ..engine.clock import now, timed
 from ..engine.traits import Traits
 from ..report import Report
 from .clock import FirstToken, Progress, silent, turns
@@ -130,7 +129,7 @@ def race(
 
     Raises ValueError for a batch that the target's context has no room for.
     """
-    started = time.perf_counter()
+    started = now()
     runner = _Runner(target, rules, pad, batches)
     entries = [Measured(method) for method in methods]
     with _quiet():
@@ -142,7 +141,7 @@ def race(
         for one in running:
             if one.method.model is not None:
                 one.method.model.reset_totals()
-        seconds = None if rules.seconds is None else rules.seconds - (time.perf_counter() - started)
+        seconds = None if rules.seconds is None else rules.seconds - (now() - started)
         measuring = partial(progress, "measuring")
         for one, number, repeat in turns(running, len(batches), rules.repeats, seconds, measuring):
             _unless_out(one, runner.timed, number, repeat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..acceptance import top1
+from ..engine.clock import now, timed
 from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
-from ..engine.split import timed
 from ..engine.verifiable import masks_of
 from ..fast.fused import prepare
 from ..fast.graphs import Graphs
@@ -103,14 +102,14 @@ def pass_times(
     found: dict[int, list[float]] = {width: [] for width in columns}
     with nullcontext() if onednn is None else torch.backends.mkldnn.flags(enabled=onednn):
         run.prefill(text[:, :context], None)
-        deadline = time.perf_counter() + seconds
+        deadline = now() + seconds
         for repeat in range(repeats + uncounted):
-            if repeat > uncounted and time.perf_counter() > deadline:
+            if repeat > uncounted and now() > deadline:
                 break
             for number, width in enumerate(columns):
-                started = time.perf_counter()
+                started = now()
                 top1(run(text[:, context : context + width])).tolist()  # waits for the device
-                took = time.perf_counter() - started
+                took = now() - started
                 run.commit([1 if run.in_lockstep and width == 1 else 0])
                 if repeat >= uncounted:
                     found[width].append(took)

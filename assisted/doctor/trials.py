@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..bench.clock import FirstToken, Progress, now, turns
+from ..bench.clock import FirstToken, Progress, turns
 from ..bench.methods import plain
 from ..bench.protocol import Rules, gave_up
 from ..drafters import ModelDrafter
+from ..engine.clock import now
 from ..engine.traits import Traits
 from ..fast import native
 from ..lengths.cost_model import COLUMN, Costs, Timings
@@ -108,7 +108,7 @@ class Trials:
         policy = Recorded(settings.longest, waits=self.target.device.type != "cpu", costs=measured)
         run = partial(self.generate, model.generate, draft_length=policy)
         texts: list[torch.Tensor] = []
-        deadline = time.perf_counter() + settings.seconds * FOR_RECORDS / of
+        deadline = now() + settings.seconds * FOR_RECORDS / of
         progress(f"recording {draft}", 0.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -117,7 +117,7 @@ class Trials:
             run(self.prompts[0], max_new_tokens=WARM_UP)
             policy.calls.clear()  # of the warm-up
             for number, ids in enumerate(self.prompts):
-                if number >= CHECKED and time.perf_counter() > deadline:
+                if number >= CHECKED and now() > deadline:
                     break
                 policy.begin()
                 torch.manual_seed(number)

@@ -16,10 +16,11 @@ from ..distribution import Distribution, probabilities
 from ..drafts import Draft, Round
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
+from ..engine.clock import timed
 from ..engine.needs import Needs
 from ..engine.parts import Layers, few_ids, find_layers, unwrapped
 from ..engine.runner import CachedModel
-from ..engine.split import Begun, Split, timed
+from ..engine.split import Begun, Split
 from ..engine.traits import Traits, require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..text import Text

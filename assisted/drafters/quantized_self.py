@@ -5,7 +5,6 @@ trained between calls, the copy is made again.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts import Draft
+from ..engine.clock import once
 from ..engine.ranks import ranks_of
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
@@ -99,17 +99,15 @@ class CopyDrafter(Drafter):
 
     def current(self, call: Call) -> PreTrainedModel:
         """The copy, made again if the target's weights have changed. A change that is missed costs only speed."""
-        now = _sample(self.target)
-        if not torch.equal(now, self.sample):
-            began = time.perf_counter()
-            self.sample = now  # first: if the target can't be copied any more, later calls draft with the old copy
+        sample = _sample(self.target)
+        if not torch.equal(sample, self.sample):
+            self.sample = sample  # first: if the target can't be copied any more, later calls draft with the old copy
             try:
                 # not in this call's inference mode: later calls may run in another one
-                with torch.inference_mode(False), torch.no_grad(), without_bars():
+                with once(call.settings), torch.inference_mode(False), torch.no_grad(), without_bars():
                     self.model = quantize_copy(self.target, self.quantization)
             except (ValueError, ImportError) as error:  # it has an adapter by now, or has moved to another device
                 call.settings.note(f"the target has changed, and its copy could not be made again ({error})")
-            call.settings.spent_once += time.perf_counter() - began
         return self.model
 
 

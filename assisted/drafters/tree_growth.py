@@ -7,7 +7,6 @@ many small tensor operations that would be needed otherwise, on CPUs and acceler
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -16,6 +15,7 @@ import torch
 
 from ..distribution import probabilities
 from ..drafts import Draft
+from ..engine.clock import now
 from ..engine.tree_reader import NodeReader
 from ..fast.head_steps import Shape, TreeInC
 from ..lengths.base import Length
@@ -158,8 +158,8 @@ def grow(
             grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
         found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
         sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
-        began = began or time.perf_counter()  # the device has done its work: the numbers are on the host
-        grown.seconds = time.perf_counter() - began
+        began = began or now()  # the device has done its work: the numbers are on the host
+        grown.seconds = now() - began
         grown.above, grown.reading = grown.reading, []
         for row, (offered, nodes) in enumerate(zip(grown.offers, grown.above, strict=True)):
             first = len(offered.tokens)

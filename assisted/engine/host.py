@@ -27,12 +27,6 @@ def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
 
 
-def wait(device: torch.device) -> None:
-    """Wait until all work queued on the device is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def padded(rows: Sequence[Sequence[int]], device: torch.device | str, filler: int = 0) -> torch.Tensor:
     """Rows of any length as [B, longest] int64, padded on the right."""
     return on_device(filled(rows, filler), device).long()  # without a single number, `torch.tensor` makes float32

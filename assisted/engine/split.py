@@ -5,16 +5,14 @@ Deals with parts of models and slots, not with distributions or drafting decisio
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from ..drafts import Draft
-from .host import wait
+from .clock import timed
 from .parts import Inject, back, few_ids, front, try_out
 from .runner import CachedModel
 
@@ -153,12 +151,3 @@ class Split:
 def _joined(read: Sequence[_States]) -> _States:
     """States of several forward passes, column after column."""
     return {index: torch.cat([states[index] for states in read], -2) for index in read[0]}
-
-
-def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result of `run`, and how many seconds it took. Waits for the device before and after."""
-    wait(device)
-    started = time.perf_counter()
-    result = run()
-    wait(device)
-    return result, time.perf_counter() - started

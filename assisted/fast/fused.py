@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
+from ..engine.clock import once
 from ..engine.hooks import any_touched, is_touched, is_untouched, looked_over
 from ..engine.libraries import is_wrapper_subclass
 from ..engine.parts import few_ids, with_children
@@ -77,20 +77,19 @@ def prepare(
 
     fuse: creates the `PreparedModule` if the settings allow fused models, given whose code the model runs; `fused` by default.
     """
-    began = time.perf_counter()
-    trusted = settings.trust_in(model)
-    if settings.fuses and trusted.is_own:
-        fuse = fuse or functools.partial(fused, read=settings.read, bits=settings.bits)
-        made = fuse(model, trusted)
-    else:
-        made = PreparedModule(model, is_own=trusted.is_own)
-    could = settings.mode == "auto" and (made.copied or made.low_bit_bytes)
-    if could and (told := native.lacking(why_not_in_c(model, made.low_bit_bytes > 0))) is not None:
-        settings.note(told)
-    settings.read = None  # whatever runs from here on may change weights
-    if made.warning is not None:
-        settings.note(made.warning)
-    settings.spent_once += time.perf_counter() - began
+    with once(settings):
+        trusted = settings.trust_in(model)
+        if settings.fuses and trusted.is_own:
+            fuse = fuse or functools.partial(fused, read=settings.read, bits=settings.bits)
+            made = fuse(model, trusted)
+        else:
+            made = PreparedModule(model, is_own=trusted.is_own)
+        could = settings.mode == "auto" and (made.copied or made.low_bit_bytes)
+        if could and (told := native.lacking(why_not_in_c(model, made.low_bit_bytes > 0))) is not None:
+            settings.note(told)
+        settings.read = None  # whatever runs from here on may change weights
+        if made.warning is not None:
+            settings.note(made.warning)
     return made
 
 

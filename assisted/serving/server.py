@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.generation import BaseStreamer
 
+from ..engine.clock import now
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from . import fields
@@ -220,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.began = time.perf_counter()
+        self.began = now()
         self.timer = threading.Timer(self.server.arrives_in, self._stop_reading)
         self.timer.daemon = True
         self.timer.start()
@@ -371,7 +372,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: %b\n\n" % text.encode())
 
     def _log(self, status: int, about: Mapping[str, Any]) -> None:
-        seconds = time.perf_counter() - self.began
+        seconds = now() - self.began
         self.server.log({"path": self.path, "status": status, "seconds": round(seconds, 3), **about})
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -13,7 +13,6 @@ import math
 import signal
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..engine.clock import now
 from ..engine.host import free_memory
 from . import checkpoints
 from .data import Text, Windows, pack
@@ -122,12 +122,12 @@ def train(
     with torch.random.fork_rng(), _metrics(folder / METRICS, first, main) as write, _interrupts() as interrupted:
         bar = tqdm(total=plan.steps, initial=first, desc=method.name, unit="step", disable=not main)
         for step in range(first, last):
-            began = time.perf_counter()
+            began = now()
             if step % plan.evaluations == 0:
                 found = _measure(method, plan, held_out.to(accelerator.device))
                 write(step, **found)
                 shown = " ".join(f"{share:.0%}" for share in found["greedy"])
-            measured = time.perf_counter()
+            measured = now()
             ids = batches(step)[accelerator.process_index :: processes].to(accelerator.device)
             loss = _step(accelerator, scored, method, plan, optimizers, ids, step)
             write(step, loss=loss)
@@ -135,7 +135,7 @@ def train(
             bar.set_postfix(loss=f"{loss:.4f}", held_out=shown, refresh=False)
             if step == first:
                 bar.clear()
-                tell(_estimate(plan, first, measured - began, time.perf_counter() - measured))
+                tell(_estimate(plan, first, measured - began, now() - measured))
             stopped = interrupted()
             if main and ((step + 1) % plan.checkpoint_every == 0 or step + 1 == last or stopped):
                 checkpoints.save(checkpoint, method.student, optimizers, step + 1, about)

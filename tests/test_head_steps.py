@@ -171,6 +171,24 @@ def test_where_it_cannot_run_in_c_python_drafts(target, monkeypatch):
     assert torch.equal(model.generate(**kwargs), said_by(target, **kwargs))
 
 
+def test_the_reason_why_steps_do_not_run_in_c_is_kept(target):
+    ids = torch.arange(5, 25)[None]
+    padded = {"attention_mask": (torch.arange(20) > 2).long()[None]}
+    model = pair_of(target)
+    for given, kwargs, reason in (
+        (ids, {}, None),
+        (torch.cat([ids, ids]), {}, "steps in C are those of one row"),
+        (ids, padded, "the prompt has padding"),
+        (ids, {}, None),
+    ):
+        model.generate(given, **CALL | kwargs)
+        assert model.drafter.why_not_in_c == reason
+    head = pair_of(target, "two layers").drafter.head
+    assert fused_head(head).module.steps_with(target) == "it has several layers"
+    head.requires_grad_(False).to(torch.float16)  # of which nothing may be copied
+    assert fused_head(head).module.steps_with(target) == "its layers run as they are"
+
+
 @pytest.mark.parametrize("tree", [True, False])
 def test_logits_that_are_not_numbers_end_the_drafting(tree, target):
     model = pair_of(target, tree=tree)

@@ -158,6 +158,7 @@ class EagleDrafter(Drafter):
         self.window = spec.draft_window if isinstance(spec, WindowOptions) else None
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.why_not_in_c: str | None = None  # of the steps of the last call that has drafted
         self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
         self._fused: tuple[Source, PreparedModule] | None = None
 
@@ -370,7 +371,7 @@ class EagleDrafting(HeadDrafting):
             head = prepare(drafter.head, settings, drafter.fused)
             slots = SlotCache(rows, limit) if self.slots is None else self.slots
             runner = self.runner_type(head, call.target.model, slots, first, mask)
-            runner.state = self.state
+            runner.state, drafter.why_not_in_c = self.state, runner.why_not_in_c
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
             if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
                 features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)

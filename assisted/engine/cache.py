@@ -176,6 +176,14 @@ class SlotCache(Cache):
         self.padding = (~self.visible).sum(1).tolist()
         self.prompt_padding = list(self.padding)
 
+    def hide_padding(self, seen: torch.Tensor) -> torch.Tensor:
+        """Hide the slots of padding in the mask of the running rows, [rows, .., S] bool, and return it."""
+        if self.visible is not None:
+            hidden = min(self.visible.shape[1], seen.shape[-1])
+            visible = self.of_running(self.visible)[:, :hidden].to(seen.device)
+            seen[..., :hidden] &= visible.view(len(seen), *[1] * (seen.dim() - 2), hidden)
+        return seen
+
     @contextmanager
     def reading(self, rows: Sequence[int], first: int) -> Iterator[None]:
         """A context in which only the prompts of these rows are read, from column `first` on; earlier ones are padding."""

@@ -79,10 +79,7 @@ class TreeReader(NodeReader):
         self.known = cache.ends(runner.device)  # [R, 1]
         self.first = on_device(runner.first_positions(), runner.device)[:, None]
         slots = torch.arange(max(cache.lengths[row] for row in cache.running) + room, device=runner.device)
-        seen = slots < self.known
-        if cache.visible is not None:
-            hidden = min(cache.visible.shape[1], len(slots))
-            seen[:, :hidden] &= cache.of_running(cache.visible)[:, :hidden].to(runner.device)
+        seen = cache.hide_padding(slots < self.known)
         self.seen = seen[:, None]  # [R, 1 + columns, S] bool, the slots that the root and each column attend to
         self.places = slots.repeat(len(seen), 1)  # [R, S], the index of each slot's token in its row's text
 

@@ -443,6 +443,8 @@ class TokenSteps:
         output: from states to logits.
     """
 
+    dtype = torch.float32
+
     def __init__(
         self, head: FloatHead, embeddings: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], output: FloatProduct
     ):

@@ -4,6 +4,7 @@ torch would take longer than the head. Knows tensors and the library of `native`
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import c_double
 from dataclasses import dataclass
@@ -123,6 +124,17 @@ class EagleSteps:
         """A tree that has not grown. state: [1, hidden], after the text. stores: keys and values. place, position: of the first
         node."""
         return TreeInC(self, state, stores, place, position, shape)
+
+    def chain(
+        self, state: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `delta.TokenSteps.chain`, but with probabilities in place of logits."""
+        tree = self.tree(state, stores, place, position, Shape((count, 1, 1, count, count), (0.0,), (1.0,), (), 1))
+        while not (broken := math.isnan(tree.read())) and tree.add():
+            pass
+        tokens, sure, found = tree.nodes[:1, :count], tree.sure[None, :count], tree.struct.found
+        tokens[:, found:], sure[:, found:] = 0, math.nan if broken else -math.inf  # the draft ends before these
+        return tokens, sure
 
     def _of_thread(self, columns: int, product: NativeProduct) -> int:
         """Numbers that a product needs of its inputs, for each thread."""

@@ -37,6 +37,10 @@ class StateHead(nn.Module):
     fc: nn.Linear
     rotary_emb: nn.Module
 
+    def steps_with(self, target: PreTrainedModel) -> Any:
+        """Its steps in C with a target's embeddings (`fused.HeadSteps`), or the reason why there are none."""
+        return "its layers run as they are"
+
     @property
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
@@ -111,11 +115,9 @@ class Head(StateHead):
 
     Attributes:
         needs_mask: it needs an attention mask even where all slots are visible.
-        steps_with: makes its steps in C with a target's embeddings, or None; of fused heads that have a form in C.
     """
 
     needs_mask = False
-    steps_with: Callable[[PreTrainedModel], Any] | None = None
 
     def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
         """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H] in the head's dtype,

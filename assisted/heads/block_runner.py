@@ -56,10 +56,7 @@ class BlockRunner(HeadRunner):
         cache.place(ids.shape[1], self.device)
         slots = torch.arange(cache.top, device=self.device)
         known = cache.ends(self.device)
-        seen = slots < known + ids.shape[1]
-        if cache.visible is not None:
-            hidden = min(cache.visible.shape[1], cache.top)
-            seen[:, :hidden] &= cache.of_running(cache.visible)[:, :hidden].to(self.device)
+        seen = cache.hide_padding(slots < known + ids.shape[1])
         return cache.spread(self._block(ids, known, seen, slots, cache.of_running(self.first)))
 
     def static_forward(self, inputs: Inputs) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +27,9 @@ from ..fast.shared import Angles, Shared
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
 from .mtp import MTPHead, SequentialMTP
+
+_NO_FORM = "its layer, its norms or its output have no form in C"
+_NO_TABLE = "the target's input embedding is not a plain table of the head's dtype and vocabulary"
 
 
 def source_of(head: EagleHead | MTPHead | SequentialMTP) -> Source:
@@ -73,7 +75,7 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
         ("layers",): nn.ModuleList(own),
         ("rotary_emb",): angles,
     }
-    other = with_children(head, children)
+    other: Any = with_children(head, children)
     if _agree(head, other):
         other.steps_with = functools.partial(_eagle_steps, head, other)
         return PreparedModule(other, last_only=True)
@@ -95,9 +97,10 @@ def _fused_mtp(head: MTPHead) -> PreparedModule:
             children[name,] = Called(norm_of(norm))
     if not head.shares_output:
         children["output",] = fused_product(head.output)
-    other = with_children(head, children)
+    other: Any = with_children(head, children)
     other.in_c = head_in_c(head, children[("layer",)], angles)
-    other.steps_with = None if other.in_c is None else other.in_c.steps
+    if other.in_c is not None:
+        other.steps_with = other.in_c.steps
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
         expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
@@ -154,22 +157,26 @@ class HeadInC:
         around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
         return self.floats(embeddings, states, stores, around)
 
-    def steps(self, target: Any) -> HeadSteps | None:
-        """Its steps in texts of one row, with the embeddings of a target; None if either runs in another way."""
+    def steps(self, target: Any) -> HeadSteps | str:
+        """Its steps in texts of one row, with the embeddings of a target, or why there are none."""
         product, table = getattr(target.get_output_embeddings(), "run", None), self.angles.table
         weight = _embeddings(target.get_input_embeddings(), torch.float32)
-        if not (self.shares_output and isinstance(product, delta.FloatProduct)) or table is None or weight is None:
-            return None
-        if product.outputs > len(weight):  # a drafted token may have no embedding
-            return None
+        if not (self.shares_output and isinstance(product, delta.FloatProduct)) or table is None:
+            return "the output embedding has no form in C"
+        if weight is None or product.outputs > len(weight):  # a drafted token may have no embedding
+            return _NO_TABLE
         return HeadSteps(self.layer, delta.TokenSteps(self.floats, weight, table, product))
 
 
 class HeadSteps:
-    """The steps of a head in one text of a call. layer: the fused one. steps: of tensors."""
+    """The steps of a head in C, in one text of a call.
 
-    def __init__(self, layer: FusedLayer, steps: Any):
+    layer: the fused one. steps: of tensors; those of EAGLE-3 heads grow trees and fuse features, too.
+    """
+
+    def __init__(self, layer: FusedLayer, steps: EagleSteps | delta.TokenSteps):
         self.layer, self.steps, self.logits = layer, steps, steps.logits
+        self._of_eagle = steps if isinstance(steps, EagleSteps) else None
 
     def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
         """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
@@ -185,15 +192,20 @@ class HeadSteps:
 
     def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
         """As `HeadRunner.tree`."""
-        return None
+        where = None if self._of_eagle is None else self._place(state[:, None], cache, first, shape.limits[-1])
+        return None if self._of_eagle is None or where is None else self._of_eagle.tree(state, *where, shape)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
         """As `Head.fuse`; None if that does not run in C."""
-        return None
+        fuses = self._of_eagle is not None and self._of_eagle.of_features is not None and self._fits(features, ())
+        return self._of_eagle.fuse(features) if fuses else None  # type: ignore[union-attr]
 
     def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
         """Whether columns can run in C."""
-        return delta.fits(states, stores)
+        kinds = {states.dtype, *(store.dtype for store in stores)}
+        is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
+        few = states.shape[1] <= native.AT_ONCE and not torch.compiler.is_compiling()
+        return kinds == {self.steps.dtype} and is_plain and few
 
     def _place(
         self, states: torch.Tensor, cache: SlotCache, first: int, width: int
@@ -207,58 +219,28 @@ class HeadSteps:
         return (stores, place, position) if 0 <= position <= self.steps.positions - width else None
 
 
-class EagleHeadSteps(HeadSteps):
-    """The same of an EAGLE-3 head, whose trees grow in C, too."""
-
-    steps: EagleSteps
-
-    def chain(
-        self, state: torch.Tensor, cache: SlotCache, first: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        shape = Shape((count, 1, 1, count, count), (0.0,), (1.0,), (), 1)
-        tree = self.tree(state, cache, first, shape)
-        if tree is None:
-            return None
-        while not (broken := math.isnan(tree.read())) and tree.add():
-            pass
-        tokens, sure, found = tree.nodes[:1, :count], tree.sure[None, :count], tree.struct.found
-        tokens[:, found:], sure[:, found:] = 0, math.nan if broken else -math.inf  # the draft ends before these
-        return tokens, sure
-
-    def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
-        where = self._place(state[:, None], cache, first, shape.limits[-1])
-        return None if where is None else self.steps.tree(state, *where, shape)
-
-    def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
-        return self.steps.fuse(features) if self.steps.of_features is not None and self._fits(features, ()) else None
-
-    def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
-        kinds = {states.dtype, *(store.dtype for store in stores)}
-        is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
-        few = states.shape[1] <= native.AT_ONCE and not torch.compiler.is_compiling()
-        return kinds == {self.steps.dtype} and is_plain and few
-
-
-def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> EagleHeadSteps | None:
-    """The steps in C of an EAGLE-3 head with the embeddings of a target; None if there are none. other: the fused head."""
+def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
+    """The steps in C of an EAGLE-3 head with the embeddings of a target, or why there are none. other: the fused head."""
     (layer, *more), config = other.layers, head.config
     product = getattr(other.lm_head, "run", None)
     output = product.native if isinstance(product, Product) else None
     norms = [layer.before_attention, layer.of_state, other.norm.run]
     table = other.rotary_emb.table
     embeddings = _embeddings(getattr(head, "embed_tokens", None) or target.get_input_embeddings(), head.dtype)
-    known = all(type(norm) is Norm for norm in norms)
-    if more or layer.native is None or output is None or table is None or embeddings is None or not known:
-        return None
-    if not output.dtype == layer.native.dtype == head.dtype or config.vocab_size > len(embeddings):
-        return None
+    if more:
+        return "it has several layers"
+    if layer.native is None or output is None or table is None or not all(type(norm) is Norm for norm in norms):
+        return _NO_FORM
+    if embeddings is None or config.vocab_size > len(embeddings):
+        return _NO_TABLE
+    if not output.dtype == layer.native.dtype == head.dtype:
+        return "its layer and its output have different dtypes"
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
     options = layer.norm_before_residual, config.norm_output
     weights = [(norm.weight.detach(), norm.epsilon) for norm in norms]
     product, taps, epsilon = _of_features(other)
     parts = layer.native, weights, output, embeddings, tokens, size, table
-    steps = EagleSteps(*parts, *options, product, taps, epsilon)
-    return EagleHeadSteps(layer, steps)
+    return HeadSteps(layer, EagleSteps(*parts, *options, product, taps, epsilon))
 
 
 def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor], float]:

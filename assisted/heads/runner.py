@@ -22,6 +22,7 @@ from ..engine.tree_reader import NodeReader
 from ..engine.window import dropped_from, keep_last
 from ..fast.head_steps import Shape, TreeInC
 from .base import Head
+from .fused import HeadSteps
 
 
 class Level(NamedTuple):
@@ -36,6 +37,16 @@ class Level(NamedTuple):
     positions: torch.Tensor
 
 
+def steps_in_c(head: Any, target: PreTrainedModel, slots: SlotCache) -> HeadSteps | str:
+    """A head's steps in C in a call with these slots, or why there are none: they are captured then, or run eagerly."""
+    if slots.rows > 1:
+        return "steps in C are those of one row"
+    if slots.visible is not None:
+        return "the prompt has padding"
+    made: HeadSteps | str = head.steps_with(target)
+    return made
+
+
 class HeadRunner(Runner):
     """A head with its slots.
 
@@ -48,6 +59,8 @@ class HeadRunner(Runner):
 
     Attributes:
         state: [B, H], the head's state after the text that it has read; None before, or if it is not known.
+        steps: its steps in C, decided here; None for those that are captured, or run eagerly.
+        why_not_in_c: the reason why there are none.
     """
 
     def __init__(
@@ -70,8 +83,9 @@ class HeadRunner(Runner):
         before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
         self.cache.prompt_padding = before
         self.cache.padding = [hidden - count for hidden, count in zip(before, dropped, strict=True)]
-        steps_with = getattr(self.head, "steps_with", None) if slots.rows == 1 else None
-        self.steps = None if steps_with is None else steps_with(target)
+        steps = steps_in_c(self.head, target, slots)
+        self.steps = None if isinstance(steps, str) else steps
+        self.why_not_in_c = steps if isinstance(steps, str) else None
         self.first = first.to(self.device) + on_device(dropped, self.device)[:, None]
         self._has_past = min(before) < 0  # then positions can't be derived from slots
 
@@ -102,7 +116,7 @@ class HeadRunner(Runner):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""
-        made: torch.Tensor | None = None if self.steps is None else self.steps.fuse(features)
+        made = None if self.steps is None else self.steps.fuse(features)
         return self.head.fuse(features) if made is None else made
 
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
@@ -141,10 +155,7 @@ class HeadRunner(Runner):
             last_only = self.prepared.last_only and min(own_counts) == len(columns)
             positions = (columns + self.first[rows]).clamp(min=0)
             given = self.head.embed(tokens[rows, first:], self.target), states[rows, first:], positions
-            in_c, mask = getattr(self.head, "in_c", None), None if seen is None else seen[:, None]
-            made = None if in_c is None else in_c(*given, mask, cache)
-            if made is None:
-                made = self.head(*given, mask, cache, last_only)
+            made = self.head(*given, None if seen is None else seen[:, None], cache, last_only)
             return made if last_only else _last(made, own_counts)[:, None]
 
         state = self.by_groups(width, read)[:, 0]
@@ -158,8 +169,8 @@ class HeadRunner(Runner):
         tokens: [B, n] int64. states: [B, n, H], from `Head.fuse` or an earlier step. Returns states [B, n, H], zeros for
         rows that don't run.
         """
-        if self.steps is not None and self.cache.visible is None:
-            found: torch.Tensor | None = self.steps(tokens, states, self.cache, int(self.first))
+        if self.steps is not None:
+            found = self.steps(tokens, states, self.cache, int(self.first))
             if found is not None:
                 return found
         self.inject.hidden = states
@@ -171,33 +182,26 @@ class HeadRunner(Runner):
     def chain(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most probable tokens after the text, each given those before, of one row in one call; None where that is not
         possible. state: [1, H], after the text. Returns `count` tokens, [1, count] int64, and their logits, [1, count]."""
-        if self.steps is None or self.cache.visible is not None:
-            return None
-        found: tuple[torch.Tensor, torch.Tensor] | None = self.steps.chain(state, self.cache, int(self.first), count)
-        return found
+        return None if self.steps is None else self.steps.chain(state, self.cache, int(self.first), count)
 
     def tree(self, state: torch.Tensor, shape: Shape) -> TreeInC | None:
         """A token tree after the text of one row, which grows in C; None where that is not possible. state: [1, H], after the
         text."""
-        if self.steps is None or self.cache.visible is not None:
-            return None
-        made: TreeInC | None = self.steps.tree(state, self.cache, int(self.first), shape)
-        return made
+        return None if self.steps is None else self.steps.tree(state, self.cache, int(self.first), shape)
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         """The step itself, from the states in `inject`."""
         cache, width = self.cache, ids.shape[1]
         cache.place(width, self.device)
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
+        given = (
+            self.head.embed(cache.of_running(ids), self.target),
+            cache.of_running(self.inject.hidden),
+            (slots + cache.of_running(self.first)).clamp(min=0),
+        )
         seen, in_c = None, getattr(self.head, "in_c", None)
         if in_c is not None and cache.visible is None:  # each column sees all slots up to its own
-            found: torch.Tensor | None = in_c(
-                self.head.embed(cache.of_running(ids), self.target),
-                cache.of_running(self.inject.hidden),
-                (slots + cache.of_running(self.first)).clamp(min=0),
-                None,
-                cache,
-            )
+            found: torch.Tensor | None = in_c(*given, None, cache)
             if found is not None:
                 return cache.spread(found)
         # if every slot is visible, or attention is purely causal, most heads need no mask
@@ -205,18 +209,9 @@ class HeadRunner(Runner):
         if self.head.needs_mask or not is_simple:
             seen = torch.arange(cache.top, device=self.device) <= slots[:, :, None]
         if seen is not None and cache.visible is not None:
-            hidden = min(cache.visible.shape[1], cache.top)
-            seen[:, :, :hidden] &= cache.of_running(cache.visible)[:, None, :hidden].to(self.device)
             # padding attends to itself: attention to nothing is NaN
-            seen.scatter_(2, slots[:, :, None], True)
-        states = self.head(
-            self.head.embed(cache.of_running(ids), self.target),
-            cache.of_running(self.inject.hidden),
-            (slots + cache.of_running(self.first)).clamp(min=0),
-            None if seen is None else seen[:, None],
-            cache,
-        )
-        return cache.spread(states)
+            seen = cache.hide_padding(seen).scatter_(2, slots[:, :, None], True)
+        return cache.spread(self.head(*given, None if seen is None else seen[:, None], cache))
 
     def static_forward(self, inputs: Inputs) -> torch.Tensor:
         """As `Runner`, for chains only."""

@@ -376,10 +376,14 @@ class Generation:
 def read_plainly(model: Any, inputs: tuple[Any, ...], config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
     """The output of the target's own `generate`, whose arguments these are. A session among them knows what it has read."""
 
+    session = kwargs.get(CACHE)
+    given = (kwargs, vars(config or model.generation_config))
+    if isinstance(session, Session) and any((one.get("num_beams") or 1) > 1 for one in given):
+        kwargs, session = {**kwargs, CACHE: None}, None  # transformers repeats no rows of a cache for its beams
+
     def run() -> Any:
         return model.generate(*inputs, generation_config=config, **kwargs)
 
-    session = kwargs.get(CACHE)
     return session.read_by(run) if isinstance(session, Session) else run()
 
 

@@ -582,3 +582,16 @@ def test_a_session_of_a_model_whose_config_leaves_caches_out(name: str, assisted
         ids = torch.cat([expected, ids[:, :3]], 1)
     with pytest.raises(ValueError, match="use_cache: False leaves a session nothing to keep"):
         model.generate(ids, past_key_values=session, use_cache=False, **CALL)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+def test_beams_in_the_middle_of_a_session(name: str) -> None:
+    """transformers repeats no rows of a cache for them: the whole text is read by plain `generate`, and the session goes on."""
+    target = build(BY_NAME[name])
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix")
+    session, call = model.session(), CALL | {"max_new_tokens": 4}
+    text = model.generate(random_ids(target, 1, 20), past_key_values=session, **call)
+    beams = model.generate(text, past_key_values=session, num_beams=2, **call)
+    assert beams.tolist() == target.generate(text, num_beams=2, **call).tolist()
+    assert model.generate(text, past_key_values=session, **call).tolist() == target.generate(text, **call).tolist()
+    assert model.report is not None and model.report.cached_tokens > 19

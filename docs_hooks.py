@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT), str(ROOT / "notebooks"), str(ROOT / "benchmarks")]
 
 import address  # noqa: E402
-import chart  # noqa: E402
+import charts  # noqa: E402
 import render  # noqa: E402
 
 import docs_drawings  # noqa: E402
@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         rows = [f"| [{note.title}]({note.slug}.md) | {note.question} | {note.before} |" for note in _pages.values()]
         markdown = markdown.replace(LIST, "\n".join([*head, *rows]))
     return re.sub(
-        r"<!-- chart: (\w+) -->", lambda found: f'<div class="figure chart">{chart.chart(found[1])}</div>', markdown
+        r"<!-- chart: (\w+) -->", lambda found: f'<div class="figure chart">{charts.chart(found[1])}</div>', markdown
     )
 
 
@@ -96,7 +96,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def _chart() -> str:
-    return f'<div class="figure chart">{chart.chart()}</div>'
+    return f'<div class="figure chart">{charts.chart()}</div>'
 
 
 def _round() -> str:

@@ -115,14 +115,17 @@ def test_the_constants_that_the_simulation_varies_are_there(monkeypatch: pytest.
     assert accepted == sorted(accepted)
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
 @pytest.fixture
 def chart(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
-    return importlib.import_module("chart")
+    return importlib.import_module("charts")
 
 
 def test_home_chart_shows_what_was_measured(chart: ModuleType) -> None:
-    words = [text.text for text in ElementTree.fromstring(chart.chart()).iter("text")]
+    words = [text.text for text in ElementTree.fromstring(chart.chart()).iter(f"{SVG}text")]
     races = len(json.loads(chart.FIGURES.read_text())) - 1  # beside what was measured on
     assert words.count("1.00") >= races > 0  # others may be as fast as the fastest plain mode
     assert all(words.count(name) == races for name in chart.SHOWN.values())
@@ -140,15 +143,17 @@ def test_home_number_is_measured(chart: ModuleType) -> None:
 
 def test_charts_are_drawn_inside_their_borders(chart: ModuleType) -> None:
     for name, draw in chart.CHARTS.items():
-        drawing = ElementTree.fromstring(draw())
+        svg = draw()
+        drawing = ElementTree.fromstring(svg)
         width, height = map(float, drawing.attrib["viewBox"].split()[2:])
-        bars = list(drawing.iter("rect"))
-        assert bars or list(drawing.iter("path")), name
-        for bar in bars:
-            x, y, wide, high = (float(bar.attrib[side]) for side in ("x", "y", "width", "height"))
-            assert x >= 0 and x + wide <= width and y >= 0 and y + high <= height, name
-        for text in drawing.iter("text"):
+        assert width == 400, name
+        texts = list(drawing.iter(f"{SVG}text"))
+        assert texts and "currentColor" in svg and chart.INK not in svg, name
+        for text in texts:
             assert 0 <= float(text.attrib["x"]) < width and 0 < float(text.attrib["y"]) <= height, (name, text.text)
+        for path in drawing.iter(f"{SVG}path"):
+            numbers = re.findall(r"[ML] (-?[\d.]+) (-?[\d.]+)", path.attrib["d"])
+            assert all(-5 <= float(x) <= width + 1 and -5 <= float(y) <= height + 1 for x, y in numbers), name
 
 
 def test_every_chart_is_on_a_page(chart: ModuleType) -> None:

@@ -1,0 +1,375 @@
+"""The charts that the docs show, drawn by matplotlib from the figures in this folder: one function each, by name in CHARTS.
+
+Text and axes take the color of the page. A chart is 400 units wide, so that its text can be read on a phone.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+FOLDER = Path(__file__).parent
+FIGURES = FOLDER / "smollm2_kernels.json"
+TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
+HEAD = '["suffix", "zoo:smollm2-eagle3"]'
+GREY, ORANGE, BLUE, GREEN, PURPLE, RED = "#8b93a1", "#c47f13", "#4f7fd9", "#2f9e77", "#9b6fd0", "#d0605e"
+INK = "#0a0b0c"  # replaced by the page's own color when a chart is written
+WIDTH, LINE = 400, 24  # units: of a chart, of a bar
+STYLE = {
+    **{"svg.fonttype": "none", "svg.hashsalt": "assisted", "font.family": "sans-serif", "font.size": 13},
+    **{"figure.facecolor": "none", "axes.facecolor": "none", "xtick.labelsize": 11},
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **{f"axes.spines.{side}": False for side in ("top", "right", "bottom", "left")},
+}
+Told = Mapping[str, Mapping[str, float]]
+
+
+class Bar(NamedTuple):
+    name: str
+    value: float
+    color: str = BLUE
+    low: float | None = None
+    high: float | None = None
+
+
+Rows = Mapping[str, Sequence[Bar]]
+
+
+# Kinds of charts
+
+
+def drawn(caption: str, height: float, draw: Callable[[Any], None], told: Told) -> str:
+    """A chart as SVG. height: in units, without the caption. Those who cannot see it hear the caption and all values."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH / 72, (height + 24) / 72), layout="constrained")
+        figure.suptitle(caption, x=0.005, ha="left", fontsize=12, alpha=0.75)
+        draw(figure.subplots())
+        written = io.StringIO()
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = re.sub(r"(?s)^.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>", "", written.getvalue())
+    values = "; ".join(
+        f"{title}: " * bool(title) + ", ".join(f"{name} {value:.4g}" for name, value in row.items())
+        for title, row in told.items()
+    )
+    words = html.escape(f"{caption}. {values}", quote=True)
+    svg = re.sub(r' (height|width)="[^"]*pt"', "", svg, count=2)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{words}" style="max-width: 26rem"', 1)
+    mark = f"c{zlib.crc32(words.encode())}"  # ids are unique only within a chart
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{mark}-", svg).replace(INK, "currentColor")
+
+
+def bars(panels: Rows, caption: str = TIMES, digits: int = 2, line: float | None = 1, thin: bool = False) -> str:
+    """Horizontal bars with their intervals. thin: those of a panel stand close beside its name, with names in a legend."""
+    size, gap = (13, 10) if thin else (LINE, 12)
+    legend = {bar.name: bar.color for some in panels.values() for bar in some} if thin else {}
+    at, places, titles = 0.0, {}, {}
+    for title, some in panels.items():
+        if title and not thin:
+            titles[title] = at + 12
+            at += 24
+        places[title] = [at + size * (number + 0.5) for number in range(len(some))]
+        at += size * len(some) + gap
+
+    def draw(axes: Any) -> None:
+        for title, some in panels.items():
+            for place, bar in zip(places[title], some, strict=True):
+                axes.barh(place, bar.value, height=size - (2 if thin else 6), color=bar.color)
+                if bar.low is not None and bar.high is not None and bar.high > bar.low:
+                    axes.plot([bar.low, bar.high], [place, place], color=INK, linewidth=1)
+                end, words = max(bar.value, bar.high or 0), f"{bar.value:.{digits}f}"
+                shift = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+                axes.annotate(words, (end, place), fontsize=11 if thin else 13, **shift)
+        for title, place in titles.items():
+            axes.text(0, place, title, fontweight="bold", va="center")
+        names = {place: bar.name for t, some in panels.items() for place, bar in zip(places[t], some, strict=True)}
+        if thin:
+            names = {sum(each) / len(each): title for title, each in places.items() if each}
+        axes.set_yticks(list(names), names.values())
+        longest = max(max(bar.value, bar.high or 0) for some in panels.values() for bar in some)
+        axes.set(xticks=[], xlim=(0, 1.22 * longest), ylim=(at - gap, 0))
+        axes.tick_params(length=0)
+        if line is not None:
+            axes.axvline(line, color=INK, linewidth=1, linestyle=":")
+        _explained(axes, legend)
+
+    told = {title: {bar.name: bar.value for bar in some} for title, some in panels.items()}
+    return drawn(caption, at - gap + 18 * -(-len(legend) // 2), draw, told)
+
+
+def shares(rows: Told, caption: str) -> str:
+    """A bar for each row, divided into its parts, with the sum behind it."""
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    colors = dict(zip(names, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY), strict=False))
+
+    def draw(axes: Any) -> None:
+        for place, row in enumerate(rows.values()):
+            left = 0.0
+            for name, share in row.items():
+                axes.barh(place, share, left=left, height=0.75, color=colors[name])
+                left += share
+            axes.annotate(f"{left:.1%}", (left, place), (5, 0), textcoords="offset points", va="center")
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(
+            xticks=[], xlim=(0, 1.28 * max(sum(row.values()) for row in rows.values())), ylim=(len(rows) - 0.5, -0.5)
+        )
+        axes.tick_params(length=0)
+        _explained(axes, colors)
+
+    told = {label: {name: round(100 * share, 1) for name, share in row.items()} for label, row in rows.items()}
+    return drawn(caption, LINE * len(rows) + 18 * -(-len(colors) // 2), draw, told)
+
+
+def curves(series: Mapping[str, Sequence[tuple[float, float]]], caption: str, below: str) -> str:
+    """Lines over a common axis, each with its name and last value at its end. below: the title of the axis."""
+
+    def draw(axes: Any) -> None:
+        for (name, points), color in zip(series.items(), (GREY, GREEN, BLUE, ORANGE), strict=False):
+            axes.plot(*zip(*points, strict=True), color=color, linewidth=2)
+            words = f"{name}: {points[-1][1]:.0f}"
+            axes.annotate(words, points[-1], (6, 0), textcoords="offset points", va="center")
+        axes.set_xlabel(below)
+        axes.set_xlim(0, 1.5 * max(x for points in series.values() for x, _ in points))
+        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= max(x for p in series.values() for x, _ in p)])
+        axes.grid(axis="y", color=INK, alpha=0.2)
+        axes.tick_params(length=0)
+
+    return drawn(caption, 240, draw, {name: {"at the end": points[-1][1]} for name, points in series.items()})
+
+
+def _explained(axes: Any, colors: Mapping[str, str]) -> None:
+    """A legend below the bars, in two columns."""
+    if colors:
+        patches = [Patch(color=color, label=name) for name, color in colors.items()]
+        figure = axes.figure
+        figure.legend(handles=patches, loc="outside lower left", ncols=2, frameon=False, fontsize=11, handlelength=1)
+
+
+# The charts
+
+
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def rows_of(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
+    """The methods of a race that are in `shown`, there by name or, of transformers' own, by family."""
+    found = []
+    for row in race["points"][0]["rows"]:
+        known = shown.get(row["name"]) or shown.get(row["family"] if row["family"].startswith("transformers") else "")
+        if known:
+            color = {"plain": GREY, "assisted": BLUE}.get(row["family"], ORANGE)
+            found.append(Bar(known, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"]))
+    return found
+
+
+SHOWN = {  # method -> its name in the chart
+    "plain": "plain generate",
+    "plain, static cache, compiled": "plain, compiled",
+    "transformers lookup": "transformers prompt lookup",
+    "no draft": "assisted, no draft",
+    '"self:int8"': "assisted, 8-bit copy",
+    '"suffix"': "assisted, suffix draft",
+    HEAD: "assisted, suffix and EAGLE-3",
+    '"self:int4"': "assisted, 4-bit copy",
+}
+PEERS = {"transformers assisted": "transformers, draft model", "transformers lookup": "transformers, lookup"}
+LENGTHS = {
+    **{"no drafts": "no drafts", **{f"fixed {n}": f"{n} tokens" for n in (2, 4, 8)}, "heuristic": "Heuristic()"},
+    **{"confidence 0.4": "Confidence(0.4)", "adaedl": "AdaEDL()", "adaptive": "Adaptive()"},
+}
+DRAFTS = {
+    "no draft, this loop": "no draft",
+    "draft, Adaptive()": "draft model",
+    "suffix, Adaptive()": "suffix",
+    "EAGLE chain, Adaptive()": "EAGLE-3 head",
+}
+COMPILED = {"no draft, this loop, compiled": "no draft, compiled", "suffix, Adaptive(), compiled": "suffix, compiled"}
+SHORTER = {
+    "EAGLE chain, Fixed(tokens=3), compiled": "EAGLE-3, 3, compiled",
+    "EAGLE chain, Fixed(2)": "EAGLE-3, 2 tokens",
+}
+PANELS = {  # chart: the methods, and file and race of each panel
+    "home": (SHOWN, {title: (FIGURES.stem, title) for title in read(FIGURES.stem) if title != "about"}),
+    "drafts": (
+        {
+            "plain": "plain, usual mode",
+            "plain, static cache, compiled": "plain, compiled",
+            **PEERS,
+            **DRAFTS,
+            **COMPILED,
+        },
+        {
+            "Greedy": ("shipped_pair", "Greedy, 48 tokens"),
+            "Temperature 0.8": ("shipped_pair", "Temperature 0.8, top-p 0.95, 128 tokens"),
+        },
+    ),
+    "larger": (
+        {**PEERS, **dict(list(DRAFTS.items())[1:]), "suffix and EAGLE chain, Adaptive()": "suffix and EAGLE-3"},
+        {
+            f"{size}, {short}": ("grown", f"{size}, {how}")
+            for size in ("0.25 B", "1 B")
+            for short, how in (
+                ("greedy", "greedy, 48 tokens"),
+                ("temperature 0.8", "temperature 0.8, top-p 0.95, 128 tokens"),
+            )
+        },
+    ),
+    "batches": (
+        {**DRAFTS, "no draft, this loop, compiled": "no draft, compiled", **SHORTER},
+        {
+            "7 M, float32": ("shipped_pair", "Batch 8, greedy, 48 tokens"),
+            "7 M, bfloat16": ("shipped_pair", "bfloat16, batch 8, greedy, 48 tokens"),
+            "0.25 B, bfloat16": ("grown", "0.25 B, batch 8, greedy, 48 tokens"),
+        },
+    ),
+}
+
+
+def panels(name: str) -> str:
+    shown, races = PANELS[name]
+    return bars({title: rows_of(read(file)[race], shown) for title, (file, race) in races.items()})
+
+
+def kinds() -> str:
+    """The chat model by kind of request."""
+    (race,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
+    shown = {
+        "transformers lookup": ("transformers prompt lookup", ORANGE),
+        '"suffix"': ("suffix", BLUE),
+        '"self:int8"': ("8-bit copy", GREEN),
+        HEAD: ("suffix and EAGLE-3", PURPLE),
+    }
+    known = [(row, shown.get(row["name"]) or shown.get(row["family"])) for row in race["points"][0]["rows"]]
+    labels = {"chat": "questions", "edit": "edits of code", "quote": "quotes", "JSON": "JSON"}
+    rows = {
+        label: [Bar(one[0], row["by_category"][kind]["ratio"], one[1]) for row, one in known if one]
+        for kind, label in labels.items()
+    }
+    return bars(rows, "Speedup over the fastest plain mode", thin=True)
+
+
+def summary() -> str:
+    """transformers' fastest, the default draft and the fastest draft, without compiled passes, in several races."""
+    shipped, grown = read("shipped_pair"), read("grown")
+    (chat,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
+    races = {
+        "135 M chat, bfloat16": chat,
+        "7 M, float32": shipped["Greedy, 48 tokens"],
+        "7 M, float32, sampled": shipped["Temperature 0.8, top-p 0.95, 128 tokens"],
+        "0.25 B, bfloat16": grown["0.25 B, greedy, 48 tokens"],
+        "1 B, bfloat16": grown["1 B, greedy, 48 tokens"],
+        "0.25 B, batch of 8": grown["0.25 B, batch 8, greedy, 48 tokens"],
+    }
+    kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "transformers' fastest draft": (ORANGE, lambda row: row["family"].startswith("transformers")),
+        '"suffix", the default draft': (GREEN, lambda row: row["name"] in ('"suffix"', "suffix, Adaptive()")),
+        "assisted's fastest draft": (BLUE, lambda row: row["family"] == "assisted" and "no draft" not in row["name"]),
+    }
+    rows: dict[str, list[Bar]] = {}
+    for label, race in races.items():
+        ran = [row for row in race["points"][0]["rows"] if row["error"] is None and "compiled" not in row["name"]]
+        for name, (color, chosen) in kinds.items():
+            if some := [row["speedup"] for row in ran if chosen(row)]:
+                best = max(some, key=lambda speedup: speedup["ratio"])
+                rows.setdefault(label, []).append(Bar(name, best["ratio"], color, best["low"], best["high"]))
+    return bars(rows, thin=True)
+
+
+def lengths() -> str:
+    found = {}
+    for draft, title in {"shipped pair": "Good draft", "hopeless draft": "Hopeless draft"}.items():
+        rows = {row["name"]: row["against_plain"] for row in read("draft_length")["results"][f"{draft}, greedy"]}
+        found[title] = [
+            Bar(label, rows[name]["ratio"], BLUE if name == "adaptive" else GREY, rows[name]["low"], rows[name]["high"])
+            for name, label in LENGTHS.items()
+            if name in rows
+        ]
+    return bars(found, "Speedup over plain generate with a dynamic cache; temperature 0")
+
+
+def contexts() -> str:
+    colors = {"draft": ("draft model", BLUE), "ngram": ("n-gram", ORANGE), "suffix": ("suffix", GREEN)}
+    rows: dict[str, list[Bar]] = {}
+    for row in read("contexts")["rows"]:
+        draft, _, length = row["name"].partition(", ")
+        if length == "Adaptive()":
+            ratio, low, high = (row["speedup"][key] for key in ("ratio", "low", "high"))
+            name, color = colors[draft]
+            rows.setdefault(f"after {row['context']:,} tokens", []).append(Bar(name, ratio, color, low, high))
+    return bars(rows, "Speedup over plain generate, not compiled; lines: 95% intervals", thin=True)
+
+
+def engines() -> str:
+    rows = []
+    for name, (run,) in read("engines")["engines"].items():
+        color = BLUE if name.startswith("assisted") else GREY if name.startswith("plain") else ORANGE
+        short = name.replace('"suffix+zoo:smollm2-eagle3"', "suffix and EAGLE-3").replace(" GenAI", "").replace('"', "")
+        rows.append(Bar(short, 1e3 * sum(run["seconds"]) / sum(run["tokens"]), color))
+    return bars({"": rows}, "Milliseconds per token, prompt included; less is better", digits=1, line=None)
+
+
+def gpu() -> str:
+    modes = {"eager": ("eager", GREY), "graphs": ("CUDA graphs", BLUE)}
+    rows = {
+        row["way"].removeprefix("zoo:"): [Bar(label, row[m], color) for m, (label, color) in modes.items() if m in row]
+        for row in read("gpu_first_run")["tokens_per_second"]
+        if row["rows"] == 1
+    }
+    return bars(rows, "Tokens per second, one row", digits=0, line=None, thin=True)
+
+
+def overhead() -> str:
+    named = {
+        "looking for changed weights": "changed weights",
+        "drafting around passes": "drafting",
+        "the chain of a draft": "drafting",
+        "draft lengths": "draft length",
+        "accepting": "accepting",
+        "preparing a call": "preparing",
+    }
+    rows = {}
+    for row in read("overhead")["rows"]:
+        causes = dict.fromkeys([*named.values(), "other"], 0.0)
+        for cause, share in row["causes"].items():
+            if cause != "passes":
+                causes[named.get(cause, "other")] += share
+        rows[row["name"].replace(", this loop", "").replace("tokens=", "").replace("Adaptive()", "adaptive")] = causes
+    return shares(rows, "Share of a call that is not a forward pass, by cause")
+
+
+def memory() -> str:
+    found = read("memory")
+    every, names = found["about"]["every"], {"plain": "plain", "eager": 'fast="eager"', "auto": "default"}
+    each = {names[way]: [(every * n, value) for n, value in enumerate(c)] for way, c in found["mebibytes"].items()}
+    return curves(each, "Resident memory in MiB; the axis does not begin at 0", "calls")
+
+
+def offload() -> str:
+    found = {}
+    for title, size in {"greedy, 48 tokens": "7 M", "0.25 billion parameters, greedy, 32 tokens": "0.25 B"}.items():
+        case = read("offload")[title]
+        per_token = {name: row["bytes"] / row["tokens"] for name, row in case["rows"].items()}
+        plain = per_token.pop("plain `generate`")
+        rows = [Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()]
+        found[f"{size}, {case['dtype']}"] = rows
+    return bars(found, "Times fewer bytes per token than plain generate")
+
+
+CHARTS: dict[str, Callable[[], str]] = {name: lambda name=name: panels(name) for name in PANELS}  # type: ignore[misc]
+CHARTS |= {one.__name__: one for one in (kinds, summary, lengths, contexts, engines, gpu, overhead, memory, offload)}
+
+
+def chart(name: str = "home") -> str:
+    """One of CHARTS as SVG."""
+    return CHARTS[name]()

@@ -21,7 +21,8 @@ import accelerate
 import cases.contexts as long_contexts
 import torch
 import transformers
-from shared import paired, raced
+from cases.plan import call_twice, counted
+from shared import loadable, raced
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import assisted
@@ -38,7 +39,6 @@ from assisted.fast.fused import prepare, with_same_bits
 from assisted.fast.graphs import Graphs
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
-from assisted.plan import plan
 from tools.grown import load_target, save
 from tools.grown_head import shipped_head
 
@@ -258,15 +258,8 @@ def methods(
     target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], sizes: Sizes
 ) -> list[Method]:
     """All that can be loaded, in every mode; the others are left out with a message."""
-    found = []
-    for name, (spec, length) in drafts.items():
-        for mode in sizes.modes:
-            try:
-                found += paired(target, tokenizer, {f"{name}: {mode}": (spec, length)}, MODES[mode])
-            except Exception as error:  # a package that is not installed, too little memory
-                print(f"  left out: {name}: {str(error)[:160]}", flush=True)
-                break
-    return found
+    each = {f"{name}: {mode}": (*one, MODES[mode]) for name, one in drafts.items() for mode in sizes.modes}
+    return loadable(target, tokenizer, each)
 
 
 def race(
@@ -411,7 +404,7 @@ def memory_loads(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Meas
 
 def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Bytes: planned, in use on the card after the calls, and torch's peaks. The card has to be otherwise empty."""
-    dtype, rows = getattr(torch, load.get("dtype", "bfloat16")), load.get("rows", 1)
+    load = {"dtype": "bfloat16", **load}
     keywords = {name: load[name] for name in ("draft", "fast") if name in load}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as beside:
         saved(sizes.batched, device, Path(folder), long=True)
@@ -419,34 +412,20 @@ def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[
             keywords["draft"] = beside
             long_contexts.long_model("draft", dtype=torch.bfloat16).save_pretrained(beside)
             find_tokenizer(zoo.folder("draft")).save_pretrained(beside)
-        counted = plan(
-            folder,
-            keywords.get("draft"),
-            device=device.type,
-            context=load["context"],
-            rows=rows,
-            dtype=dtype,
-            quantization=load.get("quantization"),
-            fast=load.get("fast") != "eager",
-        ).candidates[0]
+        found = counted({**load, **keywords, "target": folder}, device.type)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if load.get("quantization"):
-            target = quantized(folder, load["quantization"], device)
-            pair = AssistedModelForCausalLM.from_models(target, **keywords)
+            pair = AssistedModelForCausalLM.from_models(quantized(folder, load["quantization"], device), **keywords)
         else:
-            pair = AssistedModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map={"": device}, **keywords)
-    words, new = pair.config.get_text_config().vocab_size, 32
-    for call in range(2):
-        ids = torch.randint(5, words, (rows, load["context"] - new), generator=torch.Generator().manual_seed(call))
-        ids = ids.to(device)
-        pair.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    parts = {part.name: part.bytes for part in counted.parts}
+            more = {"dtype": getattr(torch, load["dtype"]), "device_map": {"": device}, **keywords}
+            pair = AssistedModelForCausalLM.from_pretrained(folder, **more)
+    call_twice(pair, load.get("rows", 1), load["context"])
     if device.type != "cuda":
-        return {"plan": counted.bytes, "used": counted.bytes, "reserved": 0, "allocated": 0, "parts": parts}
+        return {"used": found["plan"], "reserved": 0, "allocated": 0, **found}
     free, total = torch.cuda.mem_get_info(device)
     peaks = {"reserved": torch.cuda.max_memory_reserved(device), "allocated": torch.cuda.max_memory_allocated(device)}
-    return {"plan": counted.bytes, "used": total - free, **peaks, "parts": parts}
+    return {"used": total - free, **peaks, **found}
 
 
 # -- a target larger than the card ------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def train_one(args, folder, *own):
     method, *options = own
     plan = ["--batch", args.batch, "--context", args.context, "--steps", args.steps, "--optimizer", "muon"]
     plan += ["--lr", "2e-3", "--matrix-lr", "0.02", "--evaluate-every", max(1, args.steps // 2)]
+    plan += ["--evaluate-rows", 2] if args.quick else []
     command = [method, "--target", args.model, "--text", *args.text, *plan, "--out", folder, *options]
     subprocess.run([sys.executable, "-m", "assisted", "train", *map(str, command)], check=True)
 

@@ -51,7 +51,8 @@ def measure(args):
     pair = opened("zoo:target")
     target, tokenizer = pair.target, pair.tokenizer
     text = read_text(tokenizer, ["zoo"])
-    plan = Plan(args.steps, args.batch, args.context, lr=args.lr, bfloat16=True)
+    few = {"evaluate_rows": 2} if args.quick else {}
+    plan = Plan(args.steps, args.batch, args.context, lr=args.lr, bfloat16=True, **few)
     start = {"layers": args.layers} if args.layers else {"draft": "zoo:draft"}
     ways = {
         "text": OnText(target, tokenizer, DistillSettings(**start)),

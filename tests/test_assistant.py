@@ -374,20 +374,6 @@ def test_a_hub_id_that_is_not_here_yet(stored, monkeypatch):
     assert cached["asked"] == ["config.json"]
 
 
-def test_saved_with_the_pair(tmp_path):
-    model = target(2)
-    pair = assisted(model, position="last", top_k=3)
-    inputs = one_and_four(model)[0]
-    expected = pair.generate(**inputs, **CALL).tolist()
-    pair.save_pretrained(tmp_path)
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again.drafter, AssistantDrafter)
-    assert (again.drafter.spec.position, again.drafter.spec.top_k) == ("last", 3)
-    with no_fallback():
-        assert again.generate(**inputs, **CALL).tolist() == expected
-    assert again.report.accepted == pair.report.accepted > 0
-
-
 @pytest.fixture
 def stored(tmp_path):
     save_assistant(random_assistant(target(), centroids=True), tmp_path)

@@ -21,7 +21,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from assisted import AssistedModelForCausalLM, DFlash
 from assisted.drafters import METHODS, eagle, parse
 from assisted.drafters.base import Room
-from assisted.drafters.block import BlockDrafter, BlockDrafting
+from assisted.drafters.block import BlockDrafting
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.passes import Inputs
@@ -419,23 +419,6 @@ def test_strings_and_options():
     target = llama()
     with pytest.raises(ValueError, match="min_confidence: this block drafter has no confidence head"):
         assisted(target, random_block(target), min_confidence=0.5)
-
-
-def test_saved_with_the_pair(tmp_path):
-    target = build(BY_NAME["qwen3"])
-    model = assisted(target, trained_block(target, **VARIANTS["dspark"]), min_confidence=0.1)
-    inputs = one_and_four(target)[0]
-    expected = model.generate(**inputs, **CALL).tolist()
-    model.save_pretrained(tmp_path)
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again.drafter, BlockDrafter)
-    assert again.spec.min_confidence == 0.1
-    with no_fallback():
-        assert again.generate(**inputs, **CALL).tolist() == expected
-    assert again.report.accepted == model.report.accepted > 0
-    by_path = AssistedModelForCausalLM.from_models(target, draft=str(tmp_path / "draft"), draft_length=4)
-    found = by_path.drafter.head.state_dict()
-    assert all(torch.equal(found[name], t) for name, t in model.drafter.head.state_dict().items())
 
 
 def test_memory(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import AutoTokenizer, DynamicCache
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.drafters import Eagle
 from assisted.drafters import eagle as module
-from assisted.drafters.eagle import EagleDrafter
 from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.recurrent import slots_for, target_runner
@@ -300,24 +298,6 @@ def test_a_broken_head_costs_speed_only():
         with pytest.warns(UserWarning, match="not a number"):
             ours = model.generate(**inputs, **CALL)
         assert ours.tolist() == said_by(target, **inputs, **CALL).tolist()
-
-
-def test_saved_with_the_pair(tmp_path):
-    target, model = pair()[0], assisted(3, top_k=2)
-    model.save_pretrained(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text())["draft"]
-    assert fields["method"] == "eagle"
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again.drafter, EagleDrafter)
-    assert again.drafter.top_k == 2
-    inputs = one_and_four(target)[0]
-    with no_fallback():
-        assert again.generate(**inputs, **CALL).tolist() == model.generate(**inputs, **CALL).tolist()
-    assert again.report.accepted == model.report.accepted > 0
-    named = AssistedModelForCausalLM.from_models(target, draft=f"eagle:{tmp_path / 'draft'}", draft_length=4)
-    by_path = AssistedModelForCausalLM.from_models(target, draft=str(tmp_path / "draft"), draft_length=4)
-    assert isinstance(by_path.drafter, EagleDrafter)
-    assert named.drafter.head.config == by_path.drafter.head.config == learned(3).config
 
 
 def test_nothing_of_the_target_is_changed():

@@ -287,12 +287,6 @@ def test_layers_that_hand_each_other_more_than_hidden_states_are_refused(monkeyp
         pair(model, "early-exit:2")
 
 
-def test_saved_and_read_back(tmp_path):
-    model = target()
-    pair(model, "early-exit:2").save_pretrained(tmp_path)
-    assert AssistedModelForCausalLM.from_pretrained(tmp_path).spec == EarlyExit(2)
-
-
 class TestExitChoice:
     def test_measures_often_at_first_and_then_ever_more_rarely(self):
         choice = ExitChoice(32)

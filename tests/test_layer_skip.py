@@ -199,11 +199,6 @@ def test_refused():
         AssistedModelForCausalLM.from_models(build(BY_NAME["gemma3n"]), draft="layer-skip")
 
 
-def test_named_saved_and_read_back(tmp_path):
-    AssistedModelForCausalLM.from_models(target(), draft="layer-skip:0.3").save_pretrained(tmp_path)
-    assert AssistedModelForCausalLM.from_pretrained(tmp_path).spec == LayerSkip(0.3)
-
-
 class TestSkipSearch:
     @given(st.integers(1, 40), st.floats(0.05, 0.95))
     def test_begins_evenly_spread(self, layers, share):

@@ -273,24 +273,6 @@ def test_strings():
         AssistedModelForCausalLM.from_models(llama(), draft="mtp")
 
 
-def test_saved_with_the_pair(tmp_path):
-    target = build(BY_NAME["qwen3"])
-    model = assisted(target)
-    inputs = one_and_four(target)[0]
-    expected = model.generate(**inputs, **CALL).tolist()
-    model.save_pretrained(tmp_path)
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again.drafter, MTPDrafter)
-    with no_fallback():
-        assert again.generate(**inputs, **CALL).tolist() == expected
-    assert again.report.accepted == model.report.accepted > 0
-    by_path = AssistedModelForCausalLM.from_models(target, draft=str(tmp_path / "draft"), draft_length=4)
-    named = AssistedModelForCausalLM.from_models(target, draft=f"mtp:{tmp_path / 'draft'}", draft_length=4)
-    for other in (by_path, named):
-        found = other.drafter.head.tensors()
-        assert all(torch.equal(found[name], t) for name, t in model.drafter.head.tensors().items())
-
-
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "exaone4", "qwen3_next", "qwen3_5"])
 def test_a_head_in_the_targets_own_checkpoint(name, tmp_path):
     """As published: the head's tensors are among those of the target, and transformers does not load them."""

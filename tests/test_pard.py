@@ -14,7 +14,7 @@ from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by, tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, DraftTree, Merged, Pard, Suffix
-from assisted.drafters import Target, parse, read
+from assisted.drafters import Target, parse
 from assisted.drafters.other_tokenizer import TranslatedDrafter
 from assisted.drafters.pard import TOKENS, PardDrafter, PardDrafting
 from assisted.drafters.recurrent_drafter import RecurrentDrafter
@@ -148,20 +148,6 @@ def test_other_models_are_drafted_with_as_before() -> None:
 
 def target_of(model: Any, with_tokenizer: bool = False) -> Any:
     return Target(model, tokenizer() if with_tokenizer else None)
-
-
-def test_a_saved_pair_drafts_the_same(tmp_path: Any) -> None:
-    _, _, model = pair(tokens=3)
-    model.save_pretrained(tmp_path)
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert isinstance(again.drafter, PardDrafter) and again.drafter.tokens == 3
-    ids = prompt()["ids"]
-    assert again.generate(ids, draft_length=4, **CALL).tolist() == model.generate(ids, **CALL).tolist()
-    assert again.report is not None and model.report is not None
-    assert again.report.drafted == model.report.drafted
-    spec = Pard("./a", "nf4", tokens=5)
-    assert read(spec.written("draft"), tmp_path) == Pard(str(tmp_path / "draft"), "nf4", tokens=5)
-    assert parse("pard:./a") == Pard("./a")
 
 
 def test_what_cannot_draft_in_parallel_is_refused() -> None:

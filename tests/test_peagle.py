@@ -220,16 +220,6 @@ def test_read_and_written_again_without_loss(name: Any, tmp_path: Any) -> None:
         assert written["speculators_config"]["algorithm"] == "peagle"
 
 
-def test_a_saved_pair_drafts_the_same(tmp_path: Any) -> None:
-    _, _, model = pair(parallel_tokens=3)
-    model.save_pretrained(tmp_path)
-    again = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    ids = prompt()["ids"]
-    assert again.generate(ids, draft_length=4, **CALL).tolist() == model.generate(ids, **CALL).tolist()
-    assert again.report is not None and model.report is not None
-    assert again.report.accepted == model.report.accepted
-
-
 def test_broken_checkpoints_are_refused(tmp_path: Any) -> None:
     target = build(BY_NAME["llama"])
     fields, tensors = PEAGLE, of_speculators()

@@ -129,15 +129,6 @@ def test_targets_without_tree_masks_get_chains() -> None:
     assert model.report.accepted > 0
 
 
-def test_options_survive_saving(tmp_path) -> None:
-    target = build(BY_NAME["llama"])
-    spec = DraftTree(half_right(target), nodes=12, beam=3, candidates=2)
-    AssistedModelForCausalLM.from_models(target, draft=spec).save_pretrained(tmp_path)
-    read = AssistedModelForCausalLM.from_pretrained(tmp_path)
-    assert (read.spec.nodes, read.spec.beam, read.spec.candidates) == (12, 3, 2)
-    assert (read.drafter.nodes, read.drafter.beam, read.drafter.candidates) == (12, 3, 2)
-
-
 def test_what_is_refused() -> None:
     target = build(BY_NAME["llama"])
     with pytest.raises(ValueError, match="nodes: 0 is not possible"):

@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build
+from architectures import build, random_ids
 from covering import in_turns
 from pairs import BY_NAME, no_fallback
 from test_precision import MARGINS, margins
 from test_quantization import MODULES, llama
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, QuantoConfig, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    QuantoConfig,
+    TorchAoConfig,
+)
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.loading.quantization import NAMES, load_quantized, resolve
@@ -92,7 +99,7 @@ def compare(
         for row, padding in zip(text, (1 - seen).sum(1).tolist(), strict=True):
             with torch.no_grad():
                 found = margins(pair.target, row[None, padding:], ids.shape[1] - padding)
-            assert found.max() <= MARGINS[torch.bfloat16]
+            assert found.max() <= MARGINS.get(pair.dtype, MARGINS[torch.bfloat16])
     assert pair.totals.drafted > 0
     assert pair.totals.accepted > 0 or not drafts
 
@@ -204,3 +211,26 @@ def test_a_model_that_does_not_run_when_quantized_is_refused(tmp_path: Path) -> 
     target.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="draft_quantization: FalconForCausalLM does not run in int8-torchao"):
         AssistedModelForCausalLM.from_models(target, draft=str(tmp_path), draft_quantization="int8-torchao")
+
+
+@pytest.mark.quant
+@pytest.mark.parametrize("bits,model_type", [("W4A16", "llama"), ("W4A16", "qwen3"), ("W8A16", "llama")])
+def test_a_target_of_auto_round(bits: str, model_type: str, tmp_path: Path) -> None:
+    """What auto-round itself writes: it loads, drafts, and its text is plain `generate`'s, but for near-ties of float16."""
+    auto_round = pytest.importorskip("auto_round")
+    tokenizer = AutoTokenizer.from_pretrained(zoo.folder("target"))
+    original = build(
+        BY_NAME[model_type], hidden_size=64, intermediate_size=128, head_dim=16, vocab_size=tokenizer.vocab_size
+    )
+    original.save_pretrained(tmp_path / "original")
+    made = auto_round.AutoRound(
+        original, tokenizer, scheme=bits, group_size=32, iters=0, disable_opt_rtn=True, device_map="cpu"
+    )
+    made.quantize_and_save(str(tmp_path), format="auto_round")
+    (weights,) = {file.parent for file in tmp_path.rglob("quantization_config.json")}
+    prompts = [random_ids(original, rows, 6, seed=rows).repeat(1, 3) for rows in (1, 2)]
+    for draft in (["suffix", str(tmp_path / "original")], str(tmp_path / "original"), "early-exit:1"):
+        pair = AssistedModelForCausalLM.from_pretrained(str(weights), draft=draft)
+        assert pair.dtype == torch.float16  # as auto-round has it on a processor
+        compare(pair, prompts, drafts=False)
+        assert (pair.report.because, pair.report.warnings) == (None, ())

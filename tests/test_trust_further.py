@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, RECURRENT, build, half_right
+from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
 from covering import in_turns, one_in, over
-from pairs import BY_NAME, tokenizer
+from pairs import BY_NAME, CALL, tokenizer
 from test_trust import (
     CASES,
     FORWARD,
@@ -828,14 +828,26 @@ def test_what_is_fused(architecture: Any) -> None:
 
 
 def test_layers_of_auto_round_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
-    """They come from a package beside it, and packing a layer stores what forward passes only read."""
+    """They come from a package beside it, packing a layer stores what forward passes only read, and sizes have other names."""
     (tmp_path / "auto_round_extension").mkdir()
     (tmp_path / "auto_round_extension" / "__init__.py").write_text(
         "import torch\n\n\nclass QuantLinear(torch.nn.Module):\n    def pack(self, linear):\n"
-        "        self.qweight = linear.weight\n\n    def forward(self, x):\n        return x @ self.qweight\n"
+        "        self.infeatures, self.outfeatures = linear.in_features, linear.out_features\n"
+        "        self.qweight = linear.weight.T\n        return self\n\n"
+        "    def forward(self, x):\n        return x @ self.qweight\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert blamed([importlib.import_module("auto_round_extension").QuantLinear]) is None
+        kind = importlib.import_module("auto_round_extension").QuantLinear
+        assert blamed([kind]) is None
+        for name in ("llama", "qwen3", "gpt_neox"):
+            target = build(BY_NAME[name])
+            for layer in target.base_model.layers:
+                for path, linear in list(layer.named_modules()):
+                    if type(linear) is torch.nn.Linear and linear.bias is None:
+                        layer.set_submodule(path, kind().pack(linear))
+            model, ids = AssistedModelForCausalLM.from_models(target, "suffix"), random_ids(target, 2, 12)
+            assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+            assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0
     finally:
         sys.modules.pop("auto_round_extension", None)

@@ -18,6 +18,7 @@ from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
+from assisted.engine.trust import Trust
 from assisted.fast import fused, native, products
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
@@ -144,6 +145,31 @@ def test_a_layer_that_computes_something_else_is_found_out():
 
 
 @torch.no_grad()
+class Renamed(torch.nn.Module):
+    """Stands for a quantizer's linear module. given: the name that it has for the number of its outputs."""
+
+    def __init__(self, linear, given):
+        super().__init__()
+        self.weight = torch.nn.Parameter(linear.weight.detach(), requires_grad=False)
+        setattr(self, given, len(linear.weight))
+
+    def forward(self, inputs):
+        return torch.nn.functional.linear(inputs, self.weight)
+
+
+@pytest.mark.parametrize(("given", "is_fused"), [("out_features", True), ("outfeatures", True), ("width", False)])
+@torch.no_grad()
+def test_linear_modules_of_quantizers_name_their_outputs_as_they_like(given, is_fused):
+    model = build(BY_NAME["llama"])
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(layer.self_attn, name, Renamed(getattr(layer.self_attn, name), given))
+    made, ids = fused.fused(model, Trust()), random_ids(model, 2, 12)
+    assert (made.module is not model) == is_fused
+    one, two = (CachedModel(m, SlotCache(2, 64), Traits.of(model).masks).prefill(ids, None) for m in (model, made))
+    assert torch.allclose(one, two, atol=ROUNDING)
+
+
 def test_large_models_run_from_their_own_weights(monkeypatch):
     monkeypatch.setattr(products, "_ALWAYS", 0)
     monkeypatch.setattr(products, "free_memory", lambda: 0)

@@ -49,6 +49,11 @@ def _is_family(base: Any, layers: Any) -> bool:
     )
 
 
+def width_of(linear: Any) -> int | None:
+    """How many numbers a linear module gives; None if it does not say. AutoRound's modules name it without an underscore."""
+    return getattr(linear, "out_features", None) or getattr(linear, "outfeatures", None)
+
+
 def is_known(layer: nn.Module) -> bool:
     """Whether `fused_layer` has a faster form of a layer, which need not be a model's."""
     family = _Family.of(layer)
@@ -87,7 +92,7 @@ class _Family:
         mixer: Any = parts.get("self_attn", parts.get("linear_attn"))
         norms = [parts["input_layernorm"], parts.get("post_attention_layernorm")]
         if "self_attn" in parts:
-            mixes = self.are(mixer, "Attention")
+            mixes = self.are(mixer, "Attention") and None not in (width_of(mixer.q_proj), width_of(mixer.k_proj))
             norms += [mixer._modules[part] for part in ("q_norm", "k_norm") if part in mixer._modules]
         else:
             mixes = self.are(mixer, "GatedDeltaNet") and self.are(outputs_of(mixer)[0], "RMSNormGated")

@@ -21,7 +21,7 @@ from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from . import delta, native
 from .delta import NativeMixer
-from .families import is_fusible
+from .families import is_fusible, width_of
 from .fixed_width import FixedColumns
 from .norms import Called, GatedNorm, Norm, norm_of, plus_product
 from .products import PackedLinear, Product
@@ -165,13 +165,14 @@ class FusedLayer(FusedMLP):
         self.is_last = False  # among the model's layers
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        self.key_heads = _outputs(attention.k_proj) // self.head_size
+        of_queries, of_keys = (int(width_of(module) or 0) for module in (attention.q_proj, attention.k_proj))
+        self.key_heads = of_keys // self.head_size
         self.query_heads = self.key_heads * attention.num_key_value_groups
         self.shared = shared
         self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.heads, self.output = [Product(modules, copied, in_8_bits) for modules in of_mixer(layer)]
-        if _outputs(attention.q_proj) > self.query_heads * self.head_size:  # each query head has a gate after it
+        if of_queries > self.query_heads * self.head_size:  # each query head has a gate after it
             ends = torch.arange(2 * self.query_heads, 2 * self.query_heads + self.key_heads)
             self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
                 layer.input_layernorm.weight.device
@@ -353,8 +354,3 @@ def packed_inside(module: nn.Module, copied: bool) -> nn.Module:
         tuple(name.split(".")): m for name, m in module.named_modules() if copied and name and PackedLinear.gains(m)
     }
     return with_children(module, {path: PackedLinear.of(own) for path, own in wide.items()})  # type: ignore[arg-type]
-
-
-def _outputs(linear: Any) -> int:
-    """How many numbers a linear layer computes. Those of auto-round name them in their own way."""
-    return int(linear.outfeatures if hasattr(linear, "outfeatures") else linear.out_features)

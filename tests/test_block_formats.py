@@ -328,27 +328,6 @@ def test_configs_are_checked(fields, said, target, tmp_path):
     assert kind_of(tmp_path) == "dflash"
 
 
-def test_a_d2t_and_a_t2d_that_differ(target, tmp_path):
-    stored("speculators, reduced", target, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["t2d"] = ~tensors["t2d"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="t2d and d2t that name different tokens"):
-        load_block(tmp_path, target)
-
-
-def test_several_files_with_an_index(target, tmp_path):
-    head = stored("z-lab", target, tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    places = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
-    for file in {*places.values()}:
-        save_file({name: tensors[name] for name in tensors if places[name] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    found = load_block(tmp_path, target)
-    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
-
-
 def test_a_whole_vocabulary_may_have_maps(target, tmp_path):
     stored("z-lab", target, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

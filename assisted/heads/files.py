@@ -155,12 +155,10 @@ class Checkpoint:
         """
         groups, wanted = grouped(self.shapes), self.layout.all_parts(expected)
         wanted |= {part: size for part, size in self.layout.all_parts(optional or {}).items() if part in groups}
-        odd = [
-            stored
-            for name, group in groups.items()
-            for stored in group.values()
-            if (not is_known(group) if name in wanted else _PACKED.search(name))
-        ]
+        unread = (
+            group for name, group in groups.items() if (not is_known(group) if name in wanted else _PACKED.search(name))
+        )
+        odd = [stored for group in unread for stored in group.values()]
         if odd:
             raise ValueError(
                 f"draft: {self.folder} holds {min(odd)}, of a quantization that cannot be read{self.advice}"
@@ -196,10 +194,9 @@ class Checkpoint:
     def _reader(self) -> Callable[[str], Tensor]:
         opened: dict[Path, Callable[[str], Tensor]] = {}
         for file in {self.files[name] for name in self.shapes}:
-            if file.suffix == ".safetensors":
-                opened[file] = safe_open(file, "pt").get_tensor
-            else:
-                opened[file] = torch.load(file, map_location="cpu", weights_only=True).__getitem__
+            is_safe = file.suffix == ".safetensors"
+            held = None if is_safe else torch.load(file, map_location="cpu", weights_only=True)
+            opened[file] = safe_open(file, "pt").get_tensor if held is None else held.__getitem__
         return lambda name: opened[self.files[name]](name)
 
 
@@ -318,23 +315,14 @@ Opened = Callable[[Path, PreTrainedModel], tuple[Checkpoint, Any]]
 """Reads the config of a folder with heads for a target: the checkpoint in its layout, and the `HeadConfig`."""
 
 
-def require_head(
-    path: str | Path, target: PreTrainedModel, kind: Callable[[Any], Any], opened: Opened, hub: Any
-) -> Any:
+def require_head(path: str | Path, target: PreTrainedModel, kind: Any, opened: Opened, hub: Any) -> Any:
     """The config of a head at a path, after `_fitting`. kind: makes the head of a config. hub: download options."""
     folder = find_folder(path, **hub)
     with loading("draft", folder):
         return _fitting(folder, target, kind, opened)[1]
 
 
-def load_head(
-    path: str | Path,
-    target: PreTrainedModel,
-    kind: Callable[[Any], Any],
-    opened: Opened,
-    hub: Any,
-    copies: Sequence[str],
-) -> Any:
+def load_head(path: str | Path, target: PreTrainedModel, kind: Any, opened: Opened, hub: Any, copies: Any) -> Any:
     """The head at a path, in the dtype of its `fc`. copies: tensors that are left out if they are the target's own, of its
     embeddings. An output embedding that the head needs and the files lack is the target's. Otherwise as `require_head`.
 
@@ -361,9 +349,7 @@ def load_head(
         return head.eval()
 
 
-def _fitting(
-    folder: Path, target: PreTrainedModel, kind: Callable[[Any], Any], opened: Opened
-) -> tuple[Checkpoint, Any, dict[str, Any]]:
+def _fitting(folder: Path, target: PreTrainedModel, kind: Any, opened: Opened) -> tuple[Checkpoint, Any, Any]:
     """What `opened` gives, and the shapes of the head's tensors; of what is there, too, of the maps of a reduced vocabulary and
     the output embedding, which a head with the whole one may have. Nothing is allocated.
 
@@ -383,8 +369,7 @@ def _fitting(
         )
     with torch.device("meta"):
         outline = kind(config)
-    expected: dict[str, Any] = shapes_by_name(outline.state_dict())
-    optional: dict[str, Any] = {"t2d": (size,)}
+    expected, optional = shapes_by_name(outline.state_dict()), Parts(t2d=(size,))
     if outline.d2t is None:
         optional |= {"d2t": (size,), "lm_head.weight": (size, config.hidden_size)}
         expected.pop("lm_head.weight", None)

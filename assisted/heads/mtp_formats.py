@@ -42,6 +42,8 @@ _ORIGINAL = (
     "Quantized and re-packed copies often lack them or pack them differently; name the original repository: "
     'draft="mtp:ORIGINAL_ID"'
 )
+Located = tuple[MTPLayout, int, list[str]]
+"""A layout, the number of MTP layers, and the names of their tensors."""
 
 
 def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dict[str, Tensor]]:
@@ -116,9 +118,8 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
                 f"tensors: the format of {config.model_type} has {', '.join(sorted(required))} and layer.*; got "
                 f"{', '.join(sorted(given))} and layer.*"
             )
-        own = {
-            f"{k}.{name}": _embedding_first(layout, t) if name == "fuse.weight" else t for name, t in tensors.items()
-        }
+        first = {"fuse.weight": _embedding_first(layout, tensors["fuse.weight"])}
+        own = {f"{k}.{name}": tensor for name, tensor in ({**tensors} | first).items()}
         for part, piece in pieces(layout, own).items():
             piece = piece.cpu().clone(memory_format=torch.contiguous_format)
             if not torch.equal(held.setdefault(part, piece), piece):
@@ -170,9 +171,7 @@ def _family(config: PreTrainedConfig) -> MTPLayout:
     return replace(FAMILIES.get(config.model_type, SPECULATORS), layers=config.num_hidden_layers)
 
 
-def _checked(
-    path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any], headers_only: bool = False
-) -> tuple[Checkpoint, int, Parts]:
+def _checked(path: str | Path, config: Any, hub: Any, headers_only: bool = False) -> tuple[Checkpoint, int, Parts]:
     """The checkpoint with the tensors of its MTP layers alone, their number, and our tensors, of the kind of decoder layer that
     fits best. headers_only: of a Hub id, no weights are downloaded. Raises ValueError where `read_mtp` does."""
     file = gguf.file_of(path)
@@ -252,10 +251,8 @@ def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
     """How many MTP layers a config announces, and where; ("", 0) for none."""
     text = fields.get("text_config")
     parts = [fields, text if isinstance(text, dict) else {}]
-    found = [(name, part.get(name)) for part in parts for name in COUNTS]
-    return max(
-        ((name, n) for name, n in found if type(n) is int and 0 < n <= _MOST), key=lambda at: at[1], default=("", 0)
-    )
+    found = [(name, n) for part in parts for name in COUNTS if type(n := part.get(name)) is int and 0 < n <= _MOST]
+    return max(found, key=lambda at: at[1], default=("", 0))
 
 
 def _layout_of(fields: Mapping[str, Any], kind: str) -> MTPLayout | None:
@@ -263,13 +260,7 @@ def _layout_of(fields: Mapping[str, Any], kind: str) -> MTPLayout | None:
     return SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(kind)
 
 
-def _require_mtp(
-    where: Path,
-    fields: Mapping[str, Any],
-    names: Iterable[str],
-    config: PreTrainedConfig,
-    layout: MTPLayout | None = None,
-) -> tuple[MTPLayout, int, list[str]]:
+def _require_mtp(where: Path, fields: Any, names: Iterable[str], config: Any, layout: Any = None) -> Located:
     """`_located`; by default in the layout of the family. Raises ValueError if there are no MTP layers, or none that are
     supported."""
     refuse(where, [f"{config.model_type} {name}" for name in names], REFUSED)
@@ -288,9 +279,7 @@ def _require_mtp(
     raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
-def _located(
-    fields: Mapping[str, Any], files: Iterable[str], layout: MTPLayout, layers: int
-) -> tuple[MTPLayout, int, list[str]]:
+def _located(fields: Mapping[str, Any], files: Iterable[str], layout: MTPLayout, layers: int) -> Located:
     """The layout with the checkpoint's root, the number of MTP layers, and their tensors.
 
     fields: of config.json. files: the names of all tensors. layers: of the target.
@@ -325,9 +314,8 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
     config = deepcopy(config)
     if config.model_type in BUILT_AS:
         kind = AutoConfig.for_model(BUILT_AS[config.model_type])
-        given = {
-            name: getattr(config, name) for name in kind.to_dict() if name != "model_type" and hasattr(config, name)
-        }
+        names = kind.to_dict().keys() - {"model_type"}
+        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
         config = AutoConfig.for_model(kind.model_type, **given)
     try:
         with torch.device("meta"):

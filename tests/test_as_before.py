@@ -1,6 +1,6 @@
 """What known libraries do to a target is no code of somebody's: its text is right, and no shortcut is lost.
 
-Adapters of PEFT, accelerate's hooks, quantizers, and torch.compile. Hooks of one's own are in test_trust_further.py.
+Adapters of PEFT, accelerate's hooks, quantizers, and torch.compile. Hooks of one's own are in test_trust.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from architectures import build, half_right
 from covering import in_turns
 from pairs import BY_NAME
-from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps
-from test_trust_further import only_generated
+from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps, only_generated
 from torch import nn
 
 from assisted import AssistedModelForCausalLM

@@ -1,154 +1,207 @@
 """Somebody's code in a target, around it, in its cache or in its arguments: the text is that of plain `generate`.
 
-Each change is one that a run of plain `generate` follows. It is made after a first call, so that whatever was built for
-transformers' own code is there already, and undone afterwards.
+Each case is a change that a run of plain `generate` follows, and the way that a call with it takes. It is made after a first
+call, so that whatever was built for transformers' own code is there already, and undone afterwards.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import inspect
+import json
+import runpy
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import transformers
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
-from covering import in_turns
-from pairs import BY_NAME, CALL
+from covering import in_turns, over
+from pairs import BY_NAME, CALL, tokenizer
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+)
 from transformers.activations import ACT2CLS
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation import logits_process as processors
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as home
 
 from assisted import AssistedModelForCausalLM
 from assisted.drafts import DraftingStopped
 from assisted.engine.libraries import RESETS_ANGLES
+from assisted.engine.trust import blamed, trust
+from assisted.fast.fused import fused
 
 OWN, FORWARD, PLAIN = "shortcuts", "own forward", "plain"
-SWITCH = False
 LONG = CALL | {"max_new_tokens": 24}
+FUSED = {"llama", "mistral", "mistral-window", "qwen2", "qwen3", "qwen3_next", "qwen3_5"}  # whole
+HERE = sys.modules[__name__]
+SWITCH = False
+Module = Any  # of a target
+Change = Callable[[Any], Any]
+"""Makes, of a target, what to change: an (object, attribute, value), a context manager, or a list of these."""
 
 
-class Switches:
-    on = False
+@dataclass(frozen=True)
+class Case:
+    """A change and the way that a call with it takes. kind: a class that the target has from the beginning."""
 
-
-# --- changes of a target: each a context manager ---
+    name: str
+    change: Change
+    way: str
+    kind: type | None = None
 
 
 @contextmanager
 def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of an object, a class or a module set to another value."""
-    had, before = name in vars(owner), vars(owner).get(name)
+    own = getattr(owner, "__dict__", {})
+    parts = own.get("_modules", {}).keys() | own.get("_parameters", {}).keys() if isinstance(owner, nn.Module) else ()
+    stays = name in own or name in parts or name in ("__class__", "__code__", "cell_contents")
+    before = own[name] if name in own else getattr(owner, name) if stays else None
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if had:
+        if stays:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
 
 
 @contextmanager
-def of_class(kind: type, *modules: nn.Module) -> Iterator[None]:
-    before = [module.__class__ for module in modules]
-    for module in modules:
-        module.__class__ = kind
-    try:
+def changed(what: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in what if isinstance(what, list) else [what]:
+            stack.enter_context(swapped(*one) if isinstance(one, tuple) else one)
         yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            module.__class__ = own
 
 
-@contextmanager
-def submodules(target: Any, name: str, made: Callable[[Any], nn.Module]) -> Iterator[None]:
-    """One submodule of every layer replaced."""
-    before = [getattr(layer, name) for layer in target.model.layers]
-    for layer, module in zip(target.model.layers, before, strict=True):
-        setattr(layer, name, made(module))
-    try:
-        yield
-    finally:
-        for layer, module in zip(target.model.layers, before, strict=True):
-            setattr(layer, name, module)
+def on(path: str, name: str, made: Callable[[Any], Any]) -> Change:
+    """An attribute of some modules replaced by something made of it. path: of the modules, with a star for every layer."""
+    return lambda t: [(module, name, made(getattr(module, name))) for module in under(t, path)]
 
 
-def mlps(target: Any) -> list[nn.Module]:
-    return [layer.mlp for layer in target.model.layers]
+def under(target: Any, path: str) -> list[Any]:
+    every = [path.replace("*", str(layer)) for layer in range(len(target.model.layers))] if "*" in path else [path]
+    return [target.get_submodule(one) for one in every]
 
 
-def steered(hidden: torch.Tensor, positions: torch.Tensor | None, start: int = 24) -> torch.Tensor:
-    """Something that the first `start` positions don't show."""
-    late = (positions >= start)[..., None] if positions is not None else torch.ones(())
-    return hidden + late * (hidden.roll(1, -1) * 0.7)
+def mlps(target: Any) -> list[Any]:
+    return under(target, "model.layers.*.mlp")
 
 
-class SteeredCausal(LlamaForCausalLM):
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        keep = output.logits.shape[1]
-        output.logits = steered(output.logits, position_ids[:, -keep:])
-        return output
+def of_class(kind: type, path: str = "") -> Change:
+    return lambda t: [(module, "__class__", kind) for module in under(t, path)]
 
 
-class SteeredAfterToken(LlamaForCausalLM):
+def patched(owner: Any, name: str, made: Any) -> Change:
+    return lambda t: (owner, name, made)
+
+
+def method(name: str, function: Callable[..., Any], path: str = "") -> Change:
+    return lambda t: [(module, name, types.MethodType(function, module)) for module in under(t, path)]
+
+
+def hooked(path: str, hook: Any, before: bool = False, **kwargs: Any) -> Change:
+    kind = "register_forward_pre_hook" if before else "register_forward_hook"
+    return lambda t: [getattr(module, kind)(hook, **kwargs) for module in under(t, path)]
+
+
+# --- what somebody's code does ---
+
+
+def on_output(change: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """Makes a wrapper that changes the tensor, or the logits or states, that a function returns."""
+
+    def wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            made = function(*args, **kwargs)
+            if isinstance(made, torch.Tensor):
+                return change(made, args, kwargs)
+            if isinstance(made, tuple):
+                return (change(made[0], args, kwargs), *made[1:])
+            name = "logits" if "logits" in made else "last_hidden_state"
+            setattr(made, name, change(made[name], args, kwargs))
+            return made
+
+        return inner
+
+    return wrapper
+
+
+def clamped(function: Callable[..., Any], limit: float = 0.2) -> Callable[..., Any]:
+    """As patches of long-context and steering packages do."""
+    return on_output(lambda made, args, kwargs: made.clamp(-limit, limit))(function)
+
+
+def steered(made: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Something that the first 24 positions don't show."""
+    positions = kwargs["position_ids"][:, -made.shape[1] :]
+    return made + (positions >= 24)[..., None] * (made.roll(1, -1) * 0.7)
+
+
+def after_token(made: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
     """Steering that begins behind a token: looks at the input of the pass only."""
+    return made + (kwargs["input_ids"][:, -made.shape[1] :, None] % 5 == 0) * made.roll(1, -1)
 
-    def forward(self, input_ids=None, **kwargs):
-        output = super().forward(input_ids=input_ids, **kwargs)
-        keep = output.logits.shape[1]
-        output.logits = output.logits + (input_ids[:, -keep:, None] % 5 == 0) * output.logits.roll(1, -1)
+
+def nearsighted(made: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+    """Treats passes over one token differently: its drafts can't be verified."""
+    return made.roll(1, -1) if kwargs["input_ids"].shape[1] == 1 else made
+
+
+def unplaced(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        if kwargs.get("position_ids") is None:
+            output.logits = output.logits.roll(1, -1)
         return output
 
-
-class SteeredModel(home.LlamaModel):
-    def forward(self, input_ids=None, position_ids=None, **kwargs):
-        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-        output.last_hidden_state = steered(output.last_hidden_state, position_ids)
-        return output
+    return inner
 
 
-class SteeredLayer(home.LlamaDecoderLayer):
-    def forward(self, hidden_states, position_ids=None, **kwargs):
-        return steered(super().forward(hidden_states, position_ids=position_ids, **kwargs), position_ids)
+def derived(kind: type, change: Callable[..., Any] = clamped, name: str = "forward") -> type:
+    return type("Derived", (kind,), {name: change(getattr(kind, name))})
 
 
-class ClampedMLP(home.LlamaMLP):
-    def forward(self, x):
-        return super().forward(x).clamp(-0.2, 0.2)
+ROLLED = on_output(lambda made, args, kwargs: made.roll(1, -1))
+SteeredCausal = derived(LlamaForCausalLM, on_output(steered))
+SteeredAfterToken = derived(LlamaForCausalLM, on_output(after_token))
+Nearsighted = derived(LlamaForCausalLM, on_output(nearsighted))
 
 
-class ClampedNorm(home.LlamaRMSNorm):
-    def forward(self, hidden_states):
-        return super().forward(hidden_states).clamp(-1.0, 1.0)
-
-
-class ScaledAttention(home.LlamaAttention):
-    def forward(self, hidden_states, **kwargs):
-        output, weights = super().forward(hidden_states, **kwargs)
-        return output.clamp(-0.1, 0.1), weights
-
-
-class SteeredByProperty(home.LlamaMLP):
-    @property
-    def act_fn(self):
-        return functional.relu
+class Switches:
+    on = False
 
 
 class Switched(LlamaForCausalLM):
@@ -204,44 +257,36 @@ class Marks(LlamaForCausalLM):
         return output
 
 
-class Nearsighted(LlamaForCausalLM):
-    """Treats passes over one token differently: its drafts can't be verified."""
-
-    def forward(self, input_ids=None, **kwargs):
-        output = super().forward(input_ids=input_ids, **kwargs)
-        if input_ids.shape[1] == 1:
-            output.logits = output.logits.roll(1, -1)
-        return output
+def subclass(kind: type, **members: Any) -> type:
+    return type("Derived", (kind,), members)
 
 
-def unplaced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def inner(self, *args, **kwargs):
-        output = forward(self, *args, **kwargs)
-        if kwargs.get("position_ids") is None:
-            output.logits = output.logits.roll(1, -1)
-        return output
-
-    return inner
-
-
-class Prepares(LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        made = super().prepare_inputs_for_generation(input_ids, **kwargs)
-        made["position_ids"] = made["position_ids"] * 2
-        return made
-
-
-class Updates(LlamaForCausalLM):
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
-        made = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        made["position_ids"] = made["position_ids"] + 1
-        return made
-
-
-class Samples(LlamaForCausalLM):
-    def _sample(self, input_ids, *args, **kwargs):
-        found = super()._sample(input_ids, *args, **kwargs)
-        return found.flip(-1)
+RELU = functional.relu
+SteeredByProperty = subclass(home.LlamaMLP, act_fn=property(lambda self: RELU))
+LooksUp = subclass(
+    home.LlamaMLP, __getattr__=lambda self, name: RELU if name == "act_fn" else nn.Module.__getattr__(self, name)
+)
+Dispatched = subclass(home.LlamaMLP, forward=functools.singledispatchmethod(clamped(home.LlamaMLP.forward)))
+Partial = subclass(
+    home.LlamaMLP,
+    forward=functools.partialmethod(lambda self, limit, x: home.LlamaMLP.forward(self, x).clamp(-limit, limit), 0.2),
+)
+Third = subclass(nn.Module, forward=lambda self, weight: weight / 3, right_inverse=lambda self, weight: weight)
+WeightAsProperty = subclass(
+    nn.Linear,
+    weight=property(
+        lambda self: self._parameters["weight"] / 3, lambda self, value: self.register_parameter("weight", value)
+    ),
+)
+FirstOnly = subclass(
+    nn.ModuleList,
+    __getitem__=lambda self, at: nn.ModuleList.__getitem__(self, slice(0, 1) if isinstance(at, slice) else at),
+)
+OneLayer = subclass(
+    transformers.LlamaConfig,
+    __getattribute__=lambda self, name: 1 if name == "num_hidden_layers" else object.__getattribute__(self, name),
+)
+Trebles = subclass(float, __mul__=lambda self, other: other * 3.0, __rmul__=lambda self, other: other * 3.0)
 
 
 class Mode(TorchFunctionMode):
@@ -266,76 +311,26 @@ class Weight(nn.Parameter):
         return made.clamp(-0.5, 0.5) if func is functional.linear else made
 
 
-@contextmanager
-def with_weights(target: Any) -> Iterator[None]:
-    modules = [layer.mlp.down_proj for layer in target.model.layers]
-    before = [module.weight for module in modules]
-    for module in modules:
-        module.weight = Weight(module.weight.detach(), requires_grad=False)
-    try:
-        yield
-    finally:
-        for module, weight in zip(modules, before, strict=True):
-            module.weight = weight
+class Rolled(home.CausalLMOutputWithPast):
+    def __post_init__(self):
+        self.logits = self.logits.roll(1, -1)
+        super().__post_init__()
 
 
-def clamped(function: Callable[..., Any], limit: float = 0.2) -> Callable[..., Any]:
-    """As patches of long-context and steering packages do."""
+class Instead:
+    """An object in place of a module."""
 
-    @functools.wraps(function)
-    def inner(*args, **kwargs):
-        made = function(*args, **kwargs)
-        return (made[0].clamp(-limit, limit), *made[1:]) if isinstance(made, tuple) else made.clamp(-limit, limit)
+    def __init__(self, inner: types.ModuleType, **others: Any):
+        self.__dict__.update(inner=inner, **others)
 
-    return inner
-
-
-def clamped_output(function: Callable[..., Any]) -> Callable[..., Any]:
-    def inner(self, *args, **kwargs):
-        made = function(self, *args, **kwargs)
-        return made.clamp(-0.2, 0.2) if isinstance(self, nn.Linear) and made.shape[-1] == 32 else made
-
-    return inner
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name)
 
 
-def clamped_attention(module, query, key, value, attention_mask, **kwargs):
-    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    return output.clamp(-0.2, 0.2), weights
-
-
-@contextmanager
-def registered(target: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    before = AttentionInterface._global_mapping.get(name)
-    AttentionInterface.register(name, function)
-    used = target.config._attn_implementation
-    target.config._attn_implementation_internal = name
-    try:
-        yield
-    finally:
-        target.config._attn_implementation_internal = used
-        if before is None:
-            del AttentionInterface._global_mapping[name]
-        else:
-            AttentionInterface._global_mapping[name] = before
-
-
-@contextmanager
-def with_masks(target: Any) -> Iterator[None]:
-    AttentionMaskInterface.register("clamped", sdpa_mask)
-    try:
-        with registered(target, "clamped", clamped_attention):
-            yield
-    finally:
-        del AttentionMaskInterface._global_mapping["clamped"]
-
-
-def half_keys(update: Callable[..., Any]) -> Callable[..., Any]:
-    """A cache that rounds its keys, coarsely."""
-
-    def inner(self, key_states, value_states, *args, **kwargs):
-        return update(self, (key_states * 2).round() / 2, value_states, *args, **kwargs)
-
-    return inner
+def module_of_somebodys(inner: types.ModuleType, **others: Any) -> types.ModuleType:
+    made = types.ModuleType(inner.__name__)
+    made.__dict__.update({name: value for name, value in vars(inner).items() if name != "__file__"}, **others)
+    return made
 
 
 class Doubling(nn.Module):
@@ -369,9 +364,9 @@ class Clamped:
 
 
 class Dynamic(nn.Module):
-    """A rotary embedding of somebody's whose base is another one, and grows beyond a position, as NTK-aware scaling does."""
+    """A rotary embedding whose base is another one, and grows beyond a position, as NTK-aware scaling does."""
 
-    def __init__(self, dim: int, limit: int):
+    def __init__(self, limit: int, dim: int = 8):
         super().__init__()
         self.dim, self.limit = dim, limit
 
@@ -384,208 +379,293 @@ class Dynamic(nn.Module):
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-@contextmanager
-def together(*managers: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for manager in managers:
-            stack.enter_context(manager)
-        yield
-
-
-def gemma_norm(module: Any) -> nn.Module:
-    made = GemmaRMSNorm(module.weight.shape[0], module.variance_epsilon)
-    made.weight.data.copy_(module.weight)
-    return made
-
-
-def traced(module: nn.Module) -> nn.Module:
-    return torch.jit.trace(Doubling(module), torch.randn(1, 3, 32), check_trace=False)
-
-
-def scripted(module: nn.Module) -> nn.Module:
-    return nn.Sequential(module, torch.jit.script(nn.Hardtanh(-0.2, 0.2)))
-
-
-def bound(function: Callable[..., Any], module: nn.Module) -> types.MethodType:
-    return types.MethodType(function, module)
-
-
-def method(target: Any, name: str, function: Callable[..., Any]) -> AbstractContextManager[Any]:
-    return swapped(target, name, bound(function, target))
-
-
-def own_mlp(target: Any, layer: int = 0) -> Callable[..., Any]:
-    return target.model.layers[layer].mlp.forward
-
-
-def clamped_mlp(target: Any) -> Callable[..., Any]:
-    own = own_mlp(target)
-    return lambda x: own(x).clamp(-0.2, 0.2)
-
-
-@contextmanager
-def fewer_layers(target: Any) -> Iterator[None]:
-    before = target.config.num_hidden_layers
-    target.config.num_hidden_layers = 1
-    try:
-        yield
-    finally:
-        target.config.num_hidden_layers = before
-
-
-@contextmanager
-def rotary(target: Any, made: nn.Module) -> Iterator[None]:
-    before = target.model.rotary_emb
-    target.model.rotary_emb = made
-    try:
-        yield
-    finally:
-        target.model.rotary_emb = before
-
-
-def dynamic_of_transformers(target: Any) -> nn.Module:
-    config = type(target.config)(**target.config.to_dict())
+def dynamic_of_transformers(rotary: Any) -> nn.Module:
+    config = type(rotary.config)(**rotary.config.to_dict())
     config.max_position_embeddings = 48
     config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     return home.LlamaRotaryEmbedding(config)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A change and the way that a call with it takes. kind: a class that the target has from the beginning."""
-
-    name: str
-    change: Callable[[Any], AbstractContextManager[Any]]
-    way: str
-    kind: type | None = None
+def gemma_norm(module: Any) -> nn.Module:
+    """Adds one to its weight."""
+    made = GemmaRMSNorm(module.weight.shape[0], module.variance_epsilon)
+    made.weight.data.copy_(module.weight)
+    return made
 
 
-def patched(owner: Any, name: str, made: Any) -> Callable[[Any], AbstractContextManager[Any]]:
-    return lambda target: swapped(owner, name, made)
-
-
-def patched_in_place(function: Any, other: Any) -> Callable[[Any], AbstractContextManager[Any]]:
-    return lambda target: swapped_code(function, other.__code__)
-
-
-@contextmanager
-def swapped_code(function: Any, code: Any) -> Iterator[None]:
-    """The same function object, with other code."""
-    before, function.__code__ = function.__code__, code
-    try:
-        yield
-    finally:
-        function.__code__ = before
+def gemma_forward(target: Any) -> list[Any]:
+    norm = target.model.layers[0].input_layernorm
+    own = {"eps": 1e-6, **{name: types.MethodType(getattr(GemmaRMSNorm, name), norm) for name in ("_norm", "forward")}}
+    return [(norm, name, value) for name, value in own.items()]
 
 
 def halved(self, x):
     return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) / 2
 
 
-def gemma_forward(target: Any) -> AbstractContextManager[Any]:
-    """A method of another class of transformers; Gemma's norm adds one to its weight."""
-    norm = target.model.layers[0].input_layernorm
-    norm.eps, norm._norm = norm.variance_epsilon, bound(GemmaRMSNorm._norm, norm)
-    return swapped(norm, "forward", bound(GemmaRMSNorm.forward, norm))
+def clamped_output(function: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(self, *args, **kwargs):
+        made = function(self, *args, **kwargs)
+        return made.clamp(-0.2, 0.2) if isinstance(self, nn.Linear) and made.shape[-1] == 32 else made
+
+    return inner
 
 
-def gemma_patch(target: Any) -> AbstractContextManager[Any]:
-    kind = home.LlamaRMSNorm
-    values = {"eps": 1e-6, "_norm": GemmaRMSNorm._norm, "forward": GemmaRMSNorm.forward}
-    return together(*(swapped(kind, name, value) for name, value in values.items()))
+def clamped_attention(module, query, key, value, attention_mask, **kwargs):
+    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return output.clamp(-0.2, 0.2), weights
 
 
-def prepares(self, input_ids, **kwargs):
-    made = type(self).prepare_inputs_for_generation(self, input_ids, **kwargs)
-    made["position_ids"] = made["position_ids"] * 2
-    return made
+def registered(target: Any, name: str = "clamped", masks: bool = False) -> list[Any]:
+    table = {name: clamped_attention}
+    return [
+        mock.patch.dict(AttentionInterface._global_mapping, table),
+        *([mock.patch.dict(AttentionMaskInterface._global_mapping, {name: sdpa_mask})] if masks else []),
+        (target.config, "_attn_implementation_internal", name),
+    ]
 
 
-def updates(self, outputs, model_kwargs, **kwargs):
-    made = type(self)._update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs)
-    made["position_ids"] = made["position_ids"] + 1
-    return made
+def half_keys(update: Callable[..., Any]) -> Callable[..., Any]:
+    """A cache that rounds its keys, coarsely."""
+
+    def inner(self, key_states, value_states, *args, **kwargs):
+        return update(self, (key_states * 2).round() / 2, value_states, *args, **kwargs)
+
+    return inner
 
 
-def flipped(self, input_ids, *args, **kwargs):
-    return SAMPLE(self, input_ids, *args, **kwargs).flip(-1)
+def more_positions(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    def inner(self, *args, **kwargs):
+        made = getattr(LlamaForCausalLM, name)(self, *args, **kwargs)
+        return made | {"position_ids": change(made["position_ids"])}
+
+    return inner
+
+
+PREPARES = more_positions("prepare_inputs_for_generation", lambda positions: positions * 2)
+UPDATES = more_positions("_update_model_kwargs_for_generation", lambda positions: positions + 1)
+
+
+def flipped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inner(self, *args, **kwargs):
+        return function(self, *args, **kwargs).flip(-1)
+
+    return inner
 
 
 def stops_early(self, input_ids, scores, **kwargs):
     return torch.full(input_ids.shape[:1], input_ids.shape[1] >= self.max_length - 5)
 
 
-SAMPLE = GenerationMixin._sample
-HERE = sys.modules[__name__]
-ATTENTION = [home.LlamaAttention.forward, functional.scaled_dot_product_attention, home.apply_rotary_pos_emb]
+def relu_for_silu(graph: Any, example: Any) -> Any:
+    """A compiler of somebody's."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "__name__", "") == "silu":
+            node.target, node.kwargs = torch.relu, {}
+    graph.recompile()
+    return graph.forward
+
+
+def compiled(path: str) -> Change:
+    compiles = functools.partial(torch.compile, backend=relu_for_silu)
+    return lambda t: [(one, "_compiled_call_impl", compiles(one._call_impl)) for one in under(t, path)]
+
+
+def parametrized(change: Callable[[Any], Any]) -> Change:
+    @contextmanager
+    def manager(target: Any) -> Iterator[None]:
+        modules = under(target, "model.layers.*.mlp.down_proj")
+        before = [nn.Parameter(module.weight.detach().clone()) for module in modules]
+        for module in modules:
+            change(module)
+        try:
+            yield
+        finally:
+            for module, weight in zip(modules, before, strict=True):
+                parametrize.remove_parametrizations(module, "weight")
+                module.weight = weight
+
+    return manager
+
+
+def halved_norm(module: Any) -> None:
+    parametrizations.weight_norm(module).parametrizations.weight.original0.data.mul_(0.5)
+
+
+def in_its_closure(target: Any) -> tuple[Any, str, Any]:
+    """What a decorator of transformers wraps, replaced inside of the decorated function."""
+    cell = next(cell for cell in LlamaForCausalLM.forward.__closure__ if callable(cell.cell_contents))
+    return cell, "cell_contents", ROLLED(cell.cell_contents)
+
+
+def less(module: nn.Module, args: Any, output: Any) -> Any:
+    return tuple(part * 0.5 for part in output) if isinstance(output, tuple) else output.clamp(-0.3, 0.3)
+
+
+def only_generated(module: nn.Module, args: Any, output: Any) -> Any:
+    """Steers what is generated, not the prompt, as steering packages do: passes over one token."""
+    states = output[0] if isinstance(output, tuple) else output
+    if states.shape[1] == 1:
+        states = states + 0.9 * states.roll(1, -1)
+    return (states, *output[1:]) if isinstance(output, tuple) else states
+
+
+def in_place(module: nn.Module, args: Any, output: Any) -> None:
+    if output.shape[1] == 1:
+        output.mul_(-1)
+
+
+def only_mlps(module: nn.Module, args: Any, output: Any) -> Any:
+    return only_generated(module, args, output) if isinstance(module, home.LlamaMLP) else None
+
+
+def positions_doubled(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, kwargs | {"position_ids": kwargs["position_ids"] * 2}
+
+
+def later(target: Any) -> Any:
+    """Changes the text from the twentieth pass on. `compared` takes the number away before each run."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        target.calls = getattr(target, "calls", 0) + 1
+        return output.clamp(-0.1, 0.1) if target.calls > 20 else output
+
+    return mlps(target)[0].register_forward_hook(hook)
+
+
+MLP, NORM, LAYER, SDPA = home.LlamaMLP, home.LlamaRMSNorm, home.LlamaDecoderLayer, "scaled_dot_product_attention"
+EVERY, DOWN, FIRST = "model.layers.*", "model.layers.*.mlp.down_proj", "model.layers.0.mlp"
+TABLE, ARGMAX, MEAN = home.ALL_ATTENTION_FUNCTIONS, torch.argmax, torch.Tensor.mean
+RSQRT = clamped(torch.rsqrt, 1.0)
+
+
+def forwards(*kinds: type, limits: dict[type, float] | None = None) -> Iterable[Case]:
+    for kind in kinds:
+        limit = (limits or {}).get(kind, 0.2)
+        yield Case(f"{kind.__name__} patched", patched(kind, "forward", clamped(kind.forward, limit)), FORWARD)
+
 
 CASES = [
-    # other math in a forward pass: classes
-    Case("causal class", lambda t: of_class(SteeredCausal, t), FORWARD),
-    Case("causal class, after a token", lambda t: of_class(SteeredAfterToken, t), FORWARD),
-    Case("model class", lambda t: of_class(SteeredModel, t.model), FORWARD),
-    Case("layer class", lambda t: of_class(SteeredLayer, *t.model.layers), FORWARD),
-    Case("mlp class", lambda t: of_class(ClampedMLP, *mlps(t)), FORWARD),
-    Case("mlp class of one layer", lambda t: of_class(ClampedMLP, t.model.layers[1].mlp), FORWARD),
-    Case("norm class", lambda t: of_class(ClampedNorm, t.model.norm), FORWARD),
-    Case("attention class", lambda t: of_class(ScaledAttention, *(x.self_attn for x in t.model.layers)), FORWARD),
-    Case("a property hides a submodule", lambda t: of_class(SteeredByProperty, *mlps(t)), FORWARD),
+    # classes of its modules
+    Case("causal class", of_class(SteeredCausal), FORWARD),
+    Case("causal class, after a token", of_class(SteeredAfterToken), FORWARD),
+    Case("model class", of_class(derived(home.LlamaModel, on_output(steered)), "model"), FORWARD),
+    Case("layer class", of_class(derived(LAYER, on_output(steered)), EVERY), FORWARD),
+    Case("mlp class", of_class(derived(MLP), f"{EVERY}.mlp"), FORWARD),
+    Case("mlp class of one layer", of_class(derived(MLP), "model.layers.1.mlp"), FORWARD),
+    Case("norm class", of_class(derived(NORM), "model.norm"), FORWARD),
+    Case("attention class", of_class(derived(home.LlamaAttention), f"{EVERY}.self_attn"), FORWARD),
+    Case("a property hides a submodule", of_class(SteeredByProperty, f"{EVERY}.mlp"), FORWARD),
+    Case("attributes looked up", of_class(LooksUp, f"{EVERY}.mlp"), FORWARD),
+    Case("a method behind a descriptor", of_class(Dispatched, f"{EVERY}.mlp"), FORWARD),
+    Case("a method with an argument", of_class(Partial, f"{EVERY}.mlp"), FORWARD),
+    Case("a weight as a property", of_class(WeightAsProperty, DOWN), FORWARD),
+    Case("a list of modules", of_class(FirstOnly, "model.layers"), FORWARD),
+    Case("a config's attributes", lambda t: (t.config, "__class__", OneLayer), FORWARD),
     # patches of classes
-    Case("mlp patched", patched(home.LlamaMLP, "forward", clamped(home.LlamaMLP.forward)), FORWARD),
-    Case("attention patched", patched(home.LlamaAttention, "forward", clamped(ATTENTION[0])), FORWARD),
-    Case("norm patched", patched(home.LlamaRMSNorm, "forward", clamped(home.LlamaRMSNorm.forward, 1.0)), FORWARD),
-    Case("layer patched", patched(home.LlamaDecoderLayer, "forward", clamped(home.LlamaDecoderLayer.forward)), FORWARD),
-    Case("linear patched", patched(nn.Linear, "forward", clamped(nn.Linear.forward, 2.0)), FORWARD),
+    *forwards(MLP, home.LlamaAttention, NORM, LAYER, nn.Linear, ACT2CLS["silu"], nn.Embedding, limits={nn.Linear: 2.0}),
     Case("all calls patched", patched(nn.Module, "__call__", clamped_output(nn.Module.__call__)), FORWARD),
-    Case("activation patched", patched(ACT2CLS["silu"], "forward", clamped(ACT2CLS["silu"].forward)), FORWARD),
-    Case("embedding patched", patched(nn.Embedding, "forward", clamped(nn.Embedding.forward)), FORWARD),
-    Case("mlp with other code", patched_in_place(home.LlamaMLP.forward, halved), FORWARD),
-    Case("the norm of another class", gemma_patch, FORWARD),
-    # functions that forwards call
-    Case("sdpa patched", patched(functional, "scaled_dot_product_attention", clamped(ATTENTION[1])), FORWARD),
+    Case("mlp with other code", patched(MLP.forward, "__code__", halved.__code__), FORWARD),
+    Case("inside a decorated forward", in_its_closure, FORWARD),
+    Case(
+        "the norm of another class",
+        lambda t: [(NORM, "eps", 1e-6), *((NORM, name, getattr(GemmaRMSNorm, name)) for name in ("_norm", "forward"))],
+        FORWARD,
+    ),
+    # what forwards call and make
+    Case("sdpa patched", patched(functional, SDPA, clamped(getattr(functional, SDPA))), FORWARD),
     Case("silu patched", patched(functional, "silu", clamped(functional.silu)), FORWARD),
-    Case("rotation patched", patched(home, "apply_rotary_pos_emb", clamped(ATTENTION[2], 0.8)), FORWARD),
-    Case("rsqrt patched", patched(torch, "rsqrt", clamped(torch.rsqrt, 1.0)), FORWARD),
-    Case("attention registered", lambda t: registered(t, "clamped", clamped_attention), PLAIN),  # gets no masks
-    Case("attention registered with masks", with_masks, FORWARD),
-    Case("attention registered anew", lambda t: registered(t, "sdpa", clamped_attention), FORWARD),
+    Case("rotation patched", patched(home, "apply_rotary_pos_emb", clamped(home.apply_rotary_pos_emb, 0.8)), FORWARD),
+    Case("rsqrt patched", patched(torch, "rsqrt", RSQRT), FORWARD),
+    Case("an object for torch", patched(home, "torch", Instead(torch, rsqrt=RSQRT)), FORWARD),
+    Case("a module for torch", patched(home, "torch", module_of_somebodys(torch, rsqrt=RSQRT)), FORWARD),
+    Case("a module with torch's own", patched(home, "torch", module_of_somebodys(torch, rsqrt=torch.sqrt)), FORWARD),
+    Case("an output class", patched(home, "CausalLMOutputWithPast", Rolled), FORWARD),
+    Case("attention registered", registered, PLAIN),  # gets no masks
+    Case("attention registered with masks", lambda t: registered(t, masks=True), FORWARD),
+    Case("attention registered anew", lambda t: registered(t, "sdpa"), FORWARD),
+    Case("attention of a class", patched(type(TABLE), "get_interface", lambda *args: clamped_attention), FORWARD),
+    Case("attention of an object", patched(TABLE, "get_interface", lambda *args: clamped_attention), FORWARD),
     # instances
-    Case("a function of its own", lambda t: swapped(t.model.layers[0].mlp, "forward", clamped_mlp(t)), FORWARD),
-    Case("an object for a function", lambda t: swapped(t.model.layers[0].mlp, "forward", Clamped(own_mlp(t))), FORWARD),
-    Case("another module's method", lambda t: swapped(t.model.layers[0].mlp, "forward", own_mlp(t, 1)), FORWARD),
+    Case("a function of its own", on(FIRST, "forward", clamped), FORWARD),
+    Case("an object for a function", on(FIRST, "forward", Clamped), FORWARD),
+    Case("in a decorator of torch", on(FIRST, "forward", lambda own: torch.no_grad()(Clamped(own))), FORWARD),
+    Case("another module's method", lambda t: (mlps(t)[0], "forward", mlps(t)[1].forward), FORWARD),
     Case("another class's method", gemma_forward, FORWARD),
-    Case("wrapped mlp", lambda t: submodules(t, "mlp", Doubling), FORWARD),
-    Case("a norm without its attributes", lambda t: submodules(t, "input_layernorm", NoEpsilon), FORWARD),
-    Case("a traced mlp", lambda t: submodules(t, "mlp", traced), FORWARD),
-    Case("a scripted part", lambda t: submodules(t, "mlp", scripted), FORWARD),
-    Case("a weight of another kind", with_weights, FORWARD),
-    Case("somebody's rotary module", lambda t: rotary(t, Dynamic(8, 300)), FORWARD),
-    Case("a rotary module that changes early", lambda t: rotary(t, Dynamic(8, 30)), PLAIN),
-    # other code of transformers
-    Case("another norm of transformers", lambda t: submodules(t, "input_layernorm", gemma_norm), OWN),
+    Case("wrapped mlp", on(EVERY, "mlp", Doubling), FORWARD),
+    Case("a norm without its attributes", on(EVERY, "input_layernorm", NoEpsilon), FORWARD),
+    Case(
+        "a traced mlp",
+        on(EVERY, "mlp", lambda m: torch.jit.trace(Doubling(m), torch.randn(1, 3, 32), check_trace=False)),
+        FORWARD,
+    ),
+    Case(
+        "a scripted part",
+        on(EVERY, "mlp", lambda m: nn.Sequential(m, torch.jit.script(nn.Hardtanh(-0.2, 0.2)))),
+        FORWARD,
+    ),
+    Case("a weight of another kind", on(DOWN, "weight", lambda w: Weight(w.detach(), requires_grad=False)), FORWARD),
+    Case("a number of its own kind", on(f"{EVERY}.self_attn", "scaling", lambda own: Trebles(0.3)), FORWARD),
+    Case(
+        "a parametrization", parametrized(lambda m: parametrize.register_parametrization(m, "weight", Third())), FORWARD
+    ),
+    Case("somebody's rotary module", on("model", "rotary_emb", lambda own: Dynamic(300)), FORWARD),
+    Case("a rotary module that changes early", on("model", "rotary_emb", lambda own: Dynamic(30)), PLAIN),
+    # other code of transformers and torch
+    Case("another norm of transformers", on(EVERY, "input_layernorm", gemma_norm), OWN),
+    Case("another rotation of transformers", patched(home, "apply_rotary_pos_emb", of_cohere), OWN),
+    Case("another function of torch", patched(functional, "silu", functional.relu6), OWN),
     # without it, not even two calls of plain generate agree
-    *([Case("another rotary module", lambda t: rotary(t, dynamic_of_transformers(t)), OWN)] if RESETS_ANGLES else []),
-    Case("fewer layers", fewer_layers, OWN),
+    *(
+        [Case("another rotary module", on("model", "rotary_emb", dynamic_of_transformers), OWN)]
+        if RESETS_ANGLES
+        else []
+    ),
+    Case("fewer layers", lambda t: (t.config, "num_hidden_layers", 1), OWN),
+    Case("a weight norm", parametrized(halved_norm), OWN),
     # switches that are off in the first call
-    Case("a global", lambda t: swapped(HERE, "SWITCH", True), FORWARD, Switched),
-    Case("a class attribute", lambda t: swapped(Switched, "steer", True), FORWARD, Switched),
-    Case("another class's attribute", lambda t: swapped(Switches, "on", True), FORWARD, Switched),
-    Case("its own attribute", lambda t: swapped(t, "own_switch", True), FORWARD, Switched),
+    Case("a global", patched(HERE, "SWITCH", True), FORWARD, Switched),
+    Case("a class attribute", patched(Switched, "steer", True), FORWARD, Switched),
+    Case("another class's attribute", patched(Switches, "on", True), FORWARD, Switched),
+    Case("its own attribute", lambda t: (t, "own_switch", True), FORWARD, Switched),
     # between passes, around them, or in the cache
-    Case("prepares inputs", lambda t: of_class(Prepares, t), PLAIN),
-    Case("prepares inputs, one instance", lambda t: method(t, "prepare_inputs_for_generation", prepares), PLAIN),
-    Case("updates arguments", lambda t: of_class(Updates, t), PLAIN),
-    Case("updates arguments, one instance", lambda t: method(t, "_update_model_kwargs_for_generation", updates), PLAIN),
-    Case("its own sampling", lambda t: of_class(Samples, t), PLAIN),
-    Case("sampling patched", patched(GenerationMixin, "_sample", flipped), PLAIN),
+    Case("prepares inputs", method("prepare_inputs_for_generation", PREPARES), PLAIN),
+    Case("updates arguments", method("_update_model_kwargs_for_generation", UPDATES), PLAIN),
+    Case("its own sampling", of_class(derived(LlamaForCausalLM, flipped, "_sample")), PLAIN),
+    Case("sampling patched", patched(GenerationMixin, "_sample", flipped(GenerationMixin._sample)), PLAIN),
     Case("stopping patched", patched(MaxLengthCriteria, "__call__", stops_early), PLAIN),
+    Case("processors patched", patched(LogitsProcessorList, "__call__", ROLLED(LogitsProcessorList.__call__)), PLAIN),
+    Case("argmax patched", patched(torch, "argmax", lambda *args, **kwargs: ARGMAX(*args, **kwargs) // 2), PLAIN),
+    Case(
+        "tensors patched",
+        patched(torch.Tensor, "mean", lambda self, *args, **kwargs: MEAN(self, -1, keepdim=True) + 0.5),
+        PLAIN,
+    ),
     Case("function mode", lambda t: Mode(), PLAIN),
     Case("dispatch mode", lambda t: Dispatch(), PLAIN),
     Case("cache layers patched", patched(DynamicLayer, "update", half_keys(DynamicLayer.update)), PLAIN),
-    Case("remembers", lambda t: of_class(Counts, t), PLAIN),
-    Case("remembers by a constructor", lambda t: of_class(Marks, t), PLAIN),
-    Case("makes objects", lambda t: of_class(Boxes, t), FORWARD),
-    Case("can't be verified", lambda t: of_class(Nearsighted, t), PLAIN),
+    Case("remembers", of_class(Counts), PLAIN),
+    Case("remembers by a constructor", of_class(Marks), PLAIN),
+    Case("makes objects", of_class(Boxes), FORWARD),
+    Case("can't be verified", of_class(Nearsighted), PLAIN),
+    Case("a compiler of somebody's", compiled(FIRST), PLAIN),
+    # hooks, and generate, which is called as it is
+    *(
+        Case(f"a hook on {path}", hooked(path, less), OWN)
+        for path in ("model.embed_tokens", "lm_head", "model.rotary_emb", "model.layers.1", f"{FIRST}.act_fn")
+    ),
+    Case("a hook with positions", hooked("model", positions_doubled, True, with_kwargs=True), OWN),
+    *(
+        Case(f"a hook of generated tokens on {path}", hooked(path, only_generated), PLAIN)
+        for path in ("model.norm", "lm_head", "model.layers.0")
+    ),
+    Case("a hook that writes", hooked("model.layers.1.mlp", in_place), PLAIN),
+    Case("a hook on all modules", lambda t: register_module_forward_hook(only_mlps), PLAIN),
+    Case("a hook that counts", later, PLAIN),
+    Case("generate patched", patched(GenerationMixin, "generate", flipped(GenerationMixin.generate)), OWN),
+    Case("its own generate", of_class(derived(LlamaForCausalLM, flipped, "generate")), OWN),
+    Case("its own generate, one instance", method("generate", flipped(GenerationMixin.generate)), OWN),
 ]
 
 
@@ -602,7 +682,7 @@ def made(weights: tuple[Any, Any], kind: type | None = None, **kwargs: Any) -> t
     return target, AssistedModelForCausalLM.from_models(target, **{"draft": draft, "draft_length": 4} | kwargs)
 
 
-def batch(target: Any, rows: int) -> dict[str, torch.Tensor]:
+def batch(target: Any, rows: int) -> dict[str, Any]:
     ids = random_ids(target, rows, 20)
     mask = torch.ones_like(ids)
     for row in range(rows):
@@ -612,52 +692,45 @@ def batch(target: Any, rows: int) -> dict[str, torch.Tensor]:
 
 
 def compared(
-    target: Any, model: AssistedModelForCausalLM, plain: list[list[int]] | None = None, **call: Any
+    target: Any, model: AssistedModelForCausalLM, plain: list[list[int]] | None = None, again: Any = dict, **call: Any
 ) -> tuple[list[list[int]], str]:
-    """The text, which is that of plain `generate`, and the way it took. plain: the text, where it is known already."""
+    """The text, which is that of plain `generate`, and the way it took. plain: the text, where it is known already. again:
+    makes further arguments anew for each of the two."""
     if plain is None:
-        if hasattr(target, "calls"):
-            del target.calls
-        plain = target.generate(**call).tolist()
-    if hasattr(target, "calls"):
-        del target.calls
+        vars(target).pop("calls", None)
+        plain = target.generate(**call, **again()).tolist()
+    vars(target).pop("calls", None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert model.generate(**call).tolist() == plain
+        assert model.generate(**call, **again()).tolist() == plain
     assert model.report is not None
     told = [warning for warning in caught if issubclass(warning.category, DraftingStopped)]
     assert len(told) == (model.report.way == PLAIN), [str(warning.message) for warning in told]
     if model.report.way == PLAIN:
         assert model.report.because is not None
         assert model.report.because in str(told[0].message)
-        assert model.report.drafted == 0
-    else:
-        assert model.report.drafted > 0
+    assert (model.report.drafted > 0) == (model.report.way != PLAIN)
     return plain, model.report.way
-
-
-def check_change(case: Case, target: Any, model: AssistedModelForCausalLM, own: str, call: dict[str, Any]) -> None:
-    """The text follows a change that is made, undone and made again. own: the way without it."""
-    before, way = compared(target, model, **call)
-    assert way == own
-    torch.manual_seed(0)  # some changes draw numbers
-    with case.change(target):
-        text, way = compared(target, model, **call)
-    assert text != before  # the change shows
-    assert way == case.way
-    assert compared(target, model, before, **call)[1] == own
-    torch.manual_seed(0)
-    with case.change(target):
-        assert compared(target, model, text, **call)[1] == case.way
 
 
 @pytest.mark.parametrize("case,rows", in_turns(CASES, [1, 3]))
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
+    """It follows a change that is made, undone and made again."""
     target, model = made(weights, case.kind)
-    call = LONG | batch(target, rows)
+    own, call = OWN if case.kind is None else FORWARD, LONG | batch(target, rows)
     if case.name == "another rotary module":
         call["max_new_tokens"] = 36  # it differs in long texts only
-    check_change(case, target, model, OWN if case.kind is None else FORWARD, call)
+    before, way = compared(target, model, **call)
+    assert way == own
+    with changed(case.change(target)):
+        text, way = compared(target, model, **call)
+        found = trust(target)
+    assert text != before  # the change shows
+    assert way == case.way
+    assert found.is_own or way != OWN
+    assert compared(target, model, before, **call)[1] == own
+    with changed(case.change(target)):
+        assert compared(target, model, text, **call)[1] == case.way
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "lfm2"])
@@ -665,15 +738,13 @@ def test_a_forward_that_looks_for_positions(name: str) -> None:
     """`generate` gives it none, so that its text must not come from forward passes with positions."""
     target = build({about.name: about for about in ARCHITECTURES + RECURRENT}[name])
     model = AssistedModelForCausalLM.from_models(target, draft="recycle")
-    kind = type(target)
     before, _ = compared(target, model, **LONG | batch(target, 2))
-    with of_class(type("Unplaced", (kind,), {"forward": unplaced(kind.forward)}), target):
-        text, way = compared(target, model, **LONG | batch(target, 2))
-    assert text != before
-    assert way == PLAIN
+    target.__class__ = derived(type(target), unplaced)
+    text, way = compared(target, model, **LONG | batch(target, 2))
+    assert (text != before, way) == (True, PLAIN)
 
 
-# --- arguments and caches ---
+# --- arguments, caches, settings ---
 
 
 class Steerable(LlamaForCausalLM):
@@ -697,90 +768,203 @@ def test_an_argument_of_the_forward(argument: tuple[Any, str], rows: int, weight
     call = LONG | batch(target, rows)
     before, _ = compared(target, model, **call)
     text, taken = compared(target, model, steer=value, **call)
-    assert text != before
-    assert taken == way
+    assert (text != before, taken) == (True, way)
     assert compared(target, model, before, steer=None, **call)[1] == FORWARD
-    compared(target, model, before, steer=False, **call)
-
-
-def test_arguments_that_own_forwards_do_not_know(weights: tuple[Any, Any]) -> None:
-    """Refused as plain `generate` refuses them."""
-    target, model = made(weights)
-    for run in (target, model):
+    own, model = made(weights)
+    for run in (own, model):  # whose forwards do not know it
         with pytest.raises(ValueError, match="steer"):
-            run.generate(**LONG | batch(target, 1), steer=True)
-
-
-class OddLayer(DynamicLayer):
-    """A layer of a cache that rounds what it stores."""
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        return super().update((key_states * 2).round() / 2, value_states, *args, **kwargs)
+            run.generate(**call, steer=True)
 
 
 class OddCache(DynamicCache):
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        return super().update((key_states * 2).round() / 2, value_states, layer_idx, *args, **kwargs)
+    update = half_keys(DynamicCache.update)
 
 
-def odd_layers(config: Any) -> DynamicCache:
-    cache = DynamicCache(config=config)
+class OddLayer(DynamicLayer):
+    update = half_keys(DynamicLayer.update)
+
+
+class Lengthy(DynamicCache):
+    """Tells of one token more."""
+
+    def get_seq_length(self, layer_idx=0):
+        found = super().get_seq_length(layer_idx)
+        return found + 1 if found > 25 else found
+
+    def __len__(self):
+        return 1
+
+
+def with_layers(cache: Any) -> None:
     cache.layers = [OddLayer() for _ in cache.layers]
-    return cache
 
 
-def odd_instance(config: Any) -> DynamicCache:
-    cache = DynamicCache(config=config)
+def with_methods(cache: Any) -> None:
     for layer in cache.layers:
-        layer.update = bound(half_keys(DynamicLayer.update), layer)
-    return cache
+        layer.update = types.MethodType(half_keys(DynamicLayer.update), layer)
 
 
-def odd_update(config: Any) -> DynamicCache:
-    cache = DynamicCache(config=config)
-    cache.update = bound(cache_update, cache)
-    return cache
+def with_a_method(cache: Any) -> None:
+    cache.update = types.MethodType(half_keys(DynamicCache.update), cache)
 
 
-def cache_update(self, key_states, value_states, layer_idx, *args, **kwargs):
-    return DynamicCache.update(self, (key_states * 2).round() / 2, value_states, layer_idx, *args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "cache",
-    [odd_layers, odd_instance, odd_update, lambda config: OddCache(config=config)],
-    ids=["layers", "a layer's method", "the cache's method", "class"],
-)
-def test_a_cache_of_somebodys(cache: Callable[[Any], DynamicCache], weights: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("change", [OddCache, Lengthy, with_layers, with_methods, with_a_method])
+def test_a_cache_of_somebodys(change: Any, weights: tuple[Any, Any]) -> None:
     target, model = made(weights)
     call = LONG | batch(target, 1)
     before, _ = compared(target, model, **call)
-    plain = target.generate(**call, past_key_values=cache(target.config))
-    given = cache(target.config)
+
+    def cache() -> Any:
+        made = (change if isinstance(change, type) else DynamicCache)(config=target.config)
+        if not isinstance(change, type):
+            change(made)
+        return made
+
+    plain, given = target.generate(**call, past_key_values=cache()), cache()
     kinds = [type(layer) for layer in given.layers]
     with pytest.warns(DraftingStopped, match="slots cannot stand for|cannot be rewound"):
         text = model.generate(**call, past_key_values=given)
-    assert text.tolist() == plain.tolist() != before
+    assert text.tolist() == plain.tolist()
+    assert (text.tolist() != before) == (change is not Lengthy)
     assert [type(layer) for layer in given.layers] == kinds
-    assert given.get_seq_length() == text.shape[1] - 1
     assert compared(target, model, before, **call)[1] == OWN
 
 
-def test_positions_below_zero(weights: tuple[Any, Any]) -> None:
+class Ids(torch.Tensor):
+    """Tokens of a kind of their own, which are embedded otherwise."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        return made.roll(1, -1) if func is functional.embedding else made
+
+
+Endless = subclass(MaxLengthCriteria, __call__=lambda self, ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool))
+EndsTwice = subclass(  # at the second end token in turn
+    EosTokenCriteria, __call__=lambda self, ids, scores, **_: torch.isin(ids[:, -2:], self.eos_token_id).all(-1)
+)
+StopsLater = subclass(
+    StopStringCriteria,
+    __call__=lambda self, ids, scores: StopStringCriteria.__call__(self, ids, scores) & (ids.shape[1] > 40),
+)
+ByLength = subclass(
+    processors.TemperatureLogitsWarper, __call__=lambda self, ids, scores: scores.roll(ids.shape[1], -1)
+)
+
+
+class Remembers(processors.TopKLogitsWarper):
+    """Keeps the best token of each step from the next one."""
+
+    last: Any = None
+
+    def __call__(self, input_ids, scores):
+        made = scores if self.last is None else scores.scatter(1, self.last, -torch.inf)
+        self.last = made.argmax(-1, keepdim=True)
+        return made
+
+
+class OwnSettings(GenerationConfig):
+    """No more than ten new tokens."""
+
+    max_new_tokens = property(lambda self: 10, lambda self, value: None)  # type: ignore[assignment]
+
+
+def backwards() -> Any:
+    """A tokenizer with a vocabulary of its own."""
+    words = tokenizer()
+
+    def get_vocab(self: Any) -> dict[str, int]:
+        found = sorted(super(type(self), self).get_vocab())
+        return {word: number for number, word in enumerate(reversed(found))}
+
+    words.__class__ = type("Backwards", (type(words),), {"get_vocab": get_vocab})
+    return words
+
+
+GIVEN: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
+    "tokens of a tensor of somebody's": (lambda inputs: {"inputs": inputs.as_subclass(Ids)}, PLAIN),
+    "a length": (lambda inputs: {"stopping_criteria": [Endless(30)]}, OWN),
+    "an end token": (lambda inputs: {"stopping_criteria": [EndsTwice([*range(5, 30)])]}, OWN),
+    "strings": (lambda inputs: {"stopping_criteria": [StopsLater(tokenizer(), ["a", "b", "c"])]}, OWN),
+    "a processor that remembers": (lambda inputs: {"logits_processor": [Remembers(4)]}, OWN),
+    "a processor of the length": (lambda inputs: {"logits_processor": [ByLength(1.5)]}, OWN),
+    "settings": (lambda inputs: {"generation_config": OwnSettings(**LONG)}, OWN),
+    "a tokenizer": (lambda inputs: {"stop_strings": ["a", "5"], "tokenizer": backwards()}, OWN),
+    "positions below zero": (lambda inputs: {"position_ids": torch.arange(20).expand(len(inputs), -1) - 5}, PLAIN),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", GIVEN)
+def test_an_argument_of_somebodys(name: str, rows: int, weights: tuple[Any, Any]) -> None:
+    give, way = GIVEN[name]
     target, model = made(weights)
-    call = LONG | batch(target, 1)
-    compared(target, model, **call)
-    positions = torch.arange(20)[None] - 5
-    assert compared(target, model, **call, position_ids=positions)[1] == PLAIN
-    assert compared(target, model, **call, position_ids=positions + 5)[1] == OWN
+    inputs = batch(target, rows)
+    call = (inputs if name == "settings" else LONG | inputs) | {"max_new_tokens": 24}
+    if name == "settings":
+        del call["max_new_tokens"]
+    again = functools.partial(give, inputs["inputs"])
+    if name.startswith("tokens"):
+        del call["inputs"]
+    assert compared(target, model, again=again, **call)[1] == way
+
+
+PATCHED: list[tuple[Any, dict[str, Any]]] = [
+    (processors.MinLengthLogitsProcessor, {"min_length": 90, "eos_token_id": [2, 5, 6]}),
+    (processors.RepetitionPenaltyLogitsProcessor, {"repetition_penalty": 1.3}),
+    (processors.NoRepeatNGramLogitsProcessor, {"no_repeat_ngram_size": 2}),
+    (processors.SuppressTokensLogitsProcessor, {"suppress_tokens": [7]}),
+]
+
+
+@pytest.mark.parametrize("processor,rows", in_turns(PATCHED, [3, 1]))
+def test_patched_processors(processor: tuple[Any, dict[str, Any]], rows: int, weights: tuple[Any, Any]) -> None:
+    """A patch may look at the whole batch: here, a row's scores depend on the last tokens of all rows."""
+    kind, settings = processor
+    target, model = made(weights)
+    call = LONG | batch(target, rows) | settings
+    before, _ = compared(target, model, **call)
+    with swapped(kind, "__call__", lambda self, ids, scores: scores.roll(int(ids[:, -1].sum()) % 7, -1)):
+        assert compared(target, model, **call)[0] != before
+    compared(target, model, before, **call)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+AROUND: dict[str, Callable[[], Any]] = {
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default device": lambda: torch.device("cpu"),  # a mode, too, which changes no operation
+    "gradients": torch.enable_grad,
+    "inference mode": torch.inference_mode,
+    "anomalies": lambda: torch.autograd.set_detect_anomaly(True),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name,rows", in_turns(list(AROUND), [1, 3]))
+def test_settings_of_torch_around_a_call(name: str, rows: int, weights: tuple[Any, Any]) -> None:
+    target, model = made(weights)
+    call = LONG | batch(target, rows)
+    before = compared(target, model, **call)
+    with AROUND[name]():
+        assert compared(target, model, **call)[1] == OWN
+    assert compared(target, model, before[0], **call) == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_embeddings_of_another_dtype(dtype: torch.dtype, weights: tuple[Any, Any]) -> None:
     """Right, or the error of plain `generate`."""
     target, model = made(weights)
-    ids = batch(target, 1)["inputs"]
-    call = LONG | {"inputs_embeds": target.get_input_embeddings()(ids).detach().to(dtype)}
+    call = LONG | {"inputs_embeds": target.get_input_embeddings()(batch(target, 1)["inputs"]).detach().to(dtype)}
     try:
         target.generate(**call)
     except RuntimeError as error:
@@ -790,100 +974,194 @@ def test_embeddings_of_another_dtype(dtype: torch.dtype, weights: tuple[Any, Any
         compared(target, model, **call)
 
 
-def test_an_adapter_outside_the_layers_that_is_added_later(weights: tuple[Any, Any]) -> None:
-    peft = pytest.importorskip("peft")
-    target = copy.deepcopy(weights[0])
-    adapted = peft.get_peft_model(
-        target, peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
-    ).eval()
-    model = AssistedModelForCausalLM.from_models(adapted, draft=copy.deepcopy(weights[1]), draft_length=4)
-    call = LONG | batch(target, 1)
-    call["input_ids"] = call.pop("inputs")
-    first = adapted.generate(**call)
-    assert model.generate(**call).tolist() == first.tolist()
-    invocation = call["input_ids"][0, 8:10].tolist()
-    activated = peft.LoraConfig(
-        r=2, init_lora_weights=False, target_modules=["q_proj"], alora_invocation_tokens=invocation
-    )
-    adapted.add_adapter("activated", activated)
-    adapted.set_adapter("activated")
-    plain = adapted.generate(**call)
-    with pytest.warns(DraftingStopped, match="works outside the model's layers"):
-        assert model.generate(**call).tolist() == plain.tolist()
-    assert model.report is not None
-    assert model.report.way == PLAIN
-
-
-def test_a_forward_at_the_address_of_another(weights: tuple[Any, Any]) -> None:
-    """Python gives a new function the address of one that is gone: what was found of that one does not hold for it."""
-    target, model = made(weights)
-    call = LONG | batch(target, 1)
-    own = LlamaForCausalLM.forward
-
-    def sound(self, input_ids=None, **kwargs):
-        return own(self, input_ids=input_ids, **kwargs)
-
-    def nearsighted(self, input_ids=None, **kwargs):
-        output = own(self, input_ids=input_ids, **kwargs)
-        output.logits = output.logits.roll(1, -1) if input_ids.shape[1] == 1 else output.logits
-        return output
-
-    for _ in range(4):
-        for code, way in ((sound, FORWARD), (nearsighted, PLAIN)):
-            again = types.FunctionType(code.__code__, globals(), "forward", code.__defaults__, code.__closure__)
-            with of_class(type("Made", (LlamaForCausalLM,), {"forward": again}), target):
-                assert compared(target, model, **call)[1] == way
-            del again
-
-
-def test_the_dtype_of_the_default_device_is_no_code(weights: tuple[Any, Any]) -> None:
-    """`with torch.device(...)` is a mode, too, and changes no operation of a call."""
-    target, model = made(weights)
-    with torch.device("cpu"):
-        assert compared(target, model, **LONG | batch(target, 1))[1] == OWN
-
-
-def test_hooks_are_followed_and_lose_nothing_else(weights: tuple[Any, Any]) -> None:
-    target, model = made(weights)
-    call = LONG | batch(target, 1)
-    before, _ = compared(target, model, **call)
-    handle = target.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output.clamp(-0.2, 0.2))
-    assert compared(target, model, **call)[0] != before
-    handle.remove()
-    assert compared(target, model, before, **call)[1] == OWN
-
-
-def test_code_between_passes_is_named_when_the_pair_is_made(weights: tuple[Any, Any]) -> None:
-    """A target that can't be verified is refused at once; one that decodes plainly is told of in the call."""
-    target = copy.deepcopy(weights[0])
-    target.__class__ = Nearsighted
-    with pytest.raises(ValueError, match="target: Nearsighted cannot take back rejected tokens"):
-        AssistedModelForCausalLM.from_models(target, draft="suffix")
+# --- kinds of drafts, wrappers, files, changes ---
 
 
 @pytest.mark.parametrize("draft", ["suffix", "ngram", "recycle", "early-exit:1", "layer-skip"])
 @pytest.mark.parametrize("kind", [SteeredCausal, SteeredAfterToken])
 def test_every_kind_of_draft(draft: str, kind: type, weights: tuple[Any, Any]) -> None:
+    """Also sampled: with one token to choose from, the text is the greedy one of the changed model."""
     target, model = made(weights, draft=draft)
     call = LONG | batch(target, 2)
-    compared_or_undrafted(target, model, **call)
-    with of_class(kind, target):
-        compared_or_undrafted(target, model, **call)
-    compared_or_undrafted(target, model, **call)
+    for own in (type(target), kind, type(target)):
+        target.__class__ = own
+        plain = target.generate(**call).tolist()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            assert model.generate(**call).tolist() == plain
+            assert model.generate(**call | {"do_sample": True, "top_k": 1}).tolist() == plain
 
 
-def compared_or_undrafted(target: Any, model: AssistedModelForCausalLM, **call: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        assert model.generate(**call).tolist() == target.generate(**call).tolist()
+def test_code_between_passes_is_named_when_the_pair_is_made(weights: tuple[Any, Any]) -> None:
+    """A target that can't be verified is refused at once; one that decodes plainly is told of in the call."""
+    with pytest.raises(ValueError, match="target: Derived cannot take back rejected tokens"):
+        made(weights, Nearsighted, draft="suffix")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_sampled_text_is_that_of_the_changed_target(seed: int, weights: tuple[Any, Any]) -> None:
-    """With one token to choose from, sampling must give the greedy text of the changed model."""
+def test_a_forward_at_the_address_of_another(weights: tuple[Any, Any]) -> None:
+    """Python gives a new function the address of one that is gone: what was found of that one does not hold for it."""
     target, model = made(weights)
-    call = LONG | batch(target, 2)
-    with of_class(SteeredCausal, target):
-        plain = target.generate(**call)
-        torch.manual_seed(seed)
-        assert model.generate(**call | {"do_sample": True, "top_k": 1}).tolist() == plain.tolist()
+    for _ in range(4):
+        for change, way in ((lambda made, args, kwargs: made, FORWARD), (nearsighted, PLAIN)):
+            with changed((target, "__class__", derived(LlamaForCausalLM, on_output(change)))):
+                assert compared(target, model, **LONG | batch(target, 1))[1] == way
+
+
+def test_adapters_with_code_of_somebodys(weights: tuple[Any, Any]) -> None:
+    """The text of an adapter's wrapper is that of the wrapper's own `generate`; some adapters work outside the layers."""
+    peft = pytest.importorskip("peft")
+    about = {"task_type": "CAUSAL_LM", "r": 2, "init_lora_weights": False, "target_modules": ["q_proj"]}
+    adapted = peft.get_peft_model(copy.deepcopy(weights[0]), peft.LoraConfig(**about)).eval()
+    model = AssistedModelForCausalLM.from_models(adapted, draft=copy.deepcopy(weights[1]), draft_length=4)
+    call = LONG | batch(weights[0], 3)
+    call["input_ids"] = call.pop("inputs")
+    before, way = compared(adapted, model, **call)
+    assert way == OWN
+    for change in (
+        (adapted, "__class__", derived(peft.PeftModelForCausalLM, flipped, "generate")),
+        (adapted, "generate", types.MethodType(flipped(peft.PeftModelForCausalLM.generate), adapted)),
+    ):
+        with changed(change):
+            text, way = compared(adapted, model, **call)
+        assert (text != before, way) == (True, PLAIN)
+        assert compared(adapted, model, before, **call)[1] == OWN
+    adapted.add_adapter(
+        "activated", peft.LoraConfig(**about, alora_invocation_tokens=call["input_ids"][0, 8:10].tolist())
+    )
+    adapted.set_adapter("activated")
+    assert compared(adapted, model, **call)[1] == PLAIN
+    assert "works outside the model's layers" in str(model.report)
+
+
+CLASS = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class HouseConfig(LlamaConfig):
+    model_type = "house"
+
+
+class HouseForCausalLM(LlamaForCausalLM):
+    config_class = HouseConfig
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        late = position_ids[:, -output.logits.shape[1] :, None] >= 30
+        output.logits = output.logits + late * output.logits.roll(1, -1)
+        return output
+"""
+
+
+def test_classes_of_files(weights: tuple[Any, Any], tmp_path: Path) -> None:
+    """A checkpoint that brings its code, and a class of the main program, copied, pickled and read again."""
+    weights[0].save_pretrained(tmp_path)
+    (tmp_path / "house.py").write_text(CLASS)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text()) | {"model_type": "house", "architectures": ["HouseForCausalLM"]}
+    fields["auto_map"] = {"AutoConfig": "house.HouseConfig", "AutoModelForCausalLM": "house.HouseForCausalLM"}
+    file.write_text(json.dumps(fields))
+    model = AssistedModelForCausalLM.from_pretrained(
+        tmp_path, draft="suffix", draft_length=4, trust_remote_code=True, dtype=torch.float32
+    )
+    assert type(model.target).__name__ == "HouseForCausalLM"
+    target = copy.deepcopy(weights[0])
+    target.__class__ = runpy.run_path(str(tmp_path / "house.py"), run_name="__main__")["HouseForCausalLM"]
+    with changed((sys.modules["__main__"], "HouseForCausalLM", target.__class__)):
+        torch.save(target, tmp_path / "model.pt")
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+    for one in (model.target, copy.deepcopy(target), again):
+        model = AssistedModelForCausalLM.from_models(one, draft=copy.deepcopy(weights[1]), draft_length=4)
+        assert compared(one, model, **LONG | batch(weights[0], 3))[1] == FORWARD
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_weight_that_is_no_parameter_changes_in_place(rows: int, weights: tuple[Any, Any]) -> None:
+    """As hypernetworks and `torch.func` put weights into modules."""
+    target, model = made(weights)
+    for mlp in mlps(target):
+        mlp.down_proj.weight = mlp.down_proj._parameters.pop("weight").detach().clone()
+    before, _ = compared(target, model, **LONG | batch(target, rows))
+    for mlp in mlps(target):
+        mlp.down_proj.weight.mul_(0.3)
+    assert compared(target, model, **LONG | batch(target, rows))[0] != before
+
+
+class Changes:
+    """A streamer that changes the model in the middle of a call, as another thread might."""
+
+    def __init__(self, change: Callable[[], Any]):
+        self.change, self.values = change, 0
+
+    def put(self, value):
+        self.values += value.numel()
+        if self.values > 30:
+            self.change()
+
+    def end(self):
+        pass
+
+
+def test_a_model_that_changes_in_the_middle_of_a_call(weights: tuple[Any, Any]) -> None:
+    """The next call is that of the changed model."""
+    target, model = made(weights)
+    call, handles = LONG | batch(target, 1), list[Any]()
+    for change in (
+        lambda: handles or handles.append(mlps(target)[0].register_forward_hook(less)),
+        lambda: setattr(mlps(target)[1], "act_fn", nn.ReLU()),
+        lambda: setattr(mlps(target)[0], "forward", types.MethodType(clamped(MLP.forward), mlps(target)[0])),
+    ):
+        before, _ = compared(target, model, **call)
+        model.generate(**call, streamer=Changes(change))
+        assert compared(target, model, **call)[0] != before
+
+
+# --- transformers as it is ---
+
+
+def test_every_class_of_transformers_is_own() -> None:
+    """No model loses a shortcut: every causal LM, and every module and config in its file."""
+    foreign = {}
+    for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())):
+        kind = getattr(transformers, name)
+        here = vars(importlib.import_module(kind.__module__)).values()
+        modules = {one for one in here if inspect.isclass(one) and issubclass(one, nn.Module)}
+        if (blame := blamed({kind, *modules, *filter(None, [kind.config_class])})) is not None:
+            foreign[name] = blame
+    assert not foreign
+    assert len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) > 150
+
+
+@over("architecture", [*ARCHITECTURES, *RECURRENT], also=lambda one: [one.name] if one.name in FUSED else [])
+def test_what_is_fused(architecture: Any) -> None:
+    target = build(architecture)
+    found = trust(target)
+    assert found.is_own
+    assert all(map(lambda one, other: one is other, found.code, trust(target).code))
+    assert fused(target).through_parts == (architecture.name in FUSED)
+
+
+def test_layers_of_auto_round_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
+    """They come from a package beside it, packing a layer stores what forward passes only read, and sizes have other names."""
+    (tmp_path / "auto_round_extension").mkdir()
+    (tmp_path / "auto_round_extension" / "__init__.py").write_text(
+        "import torch\n\n\nclass QuantLinear(torch.nn.Module):\n    def pack(self, linear):\n"
+        "        self.infeatures, self.outfeatures = linear.in_features, linear.out_features\n"
+        "        self.qweight = linear.weight.T\n        return self\n\n"
+        "    def forward(self, x):\n        return x @ self.qweight\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        kind = importlib.import_module("auto_round_extension").QuantLinear
+        assert blamed([kind]) is None
+        for name in ("llama", "qwen3", "gpt_neox"):
+            target = build(BY_NAME[name])
+            for layer in target.base_model.layers:
+                for path, linear in list(layer.named_modules()):
+                    if type(linear) is torch.nn.Linear and linear.bias is None:
+                        layer.set_submodule(path, kind().pack(linear))
+            model, ids = AssistedModelForCausalLM.from_models(target, "suffix"), random_ids(target, 2, 12)
+            assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+            assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0
+    finally:
+        sys.modules.pop("auto_round_extension", None)

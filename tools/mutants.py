@@ -43,7 +43,7 @@ TESTS = {
     "engine/recurrent.py": "recurrent",
     "engine/needs.py": "needs mtp assistant",
     "engine/states.py": "recurrent",
-    "engine/trust.py": "trust trust_further",
+    "engine/trust.py": "trust",
     "engine/session.py": "session",
     "fast/capture.py": "graphs compiled",
     "fast/low_bit.py": "low_bit quantization",

@@ -5,18 +5,24 @@ Such a module must be called as it is; nothing may run in its place. Covers the 
 
 from __future__ import annotations
 
+import dis
+import functools
 from collections.abc import Iterable
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .libraries import global_hooks, hook_of, is_wrapper_subclass, reads_inputs
+from .libraries import CACHE_NAMES, global_hooks, hook_of, is_wrapper_subclass, reads_inputs
 
 _RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
 # hooks of these collect outputs that are not requested here, or silence backends
 _OWN = ("transformers.", "assisted.loading.quantization")
+_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", *CACHE_NAMES}  # set in what a forward returns
+_COLLECT = {"append", "extend", "insert"}  # of a list, which return nothing
 
 
 def looked_over(*modules: nn.Module) -> tuple[list[nn.Module], list[torch.Tensor]]:
@@ -119,3 +125,66 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
 def _only_aligns(hook: Any) -> bool:
     """Whether a hook of accelerate only moves inputs to the model's device."""
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The hooks of torch on a module, and what those of accelerate run."""
+    found = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    if (hook := hook_of(module)) is not None:
+        for part in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook holds several
+            found += [part.pre_forward, part.post_forward]
+    return found
+
+
+@functools.cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names that a function uses, inner functions included."""
+    return frozenset(code.co_names).union(*(names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+@functools.cache
+def remembers(code: CodeType) -> bool:
+    """Whether a function stores to attributes or names of outer scopes, which later forward passes may read. A constructor may
+    store to its object, which is new."""
+    new = code.co_varnames[:1] if code.co_name == "__init__" else ("",)
+
+    def stores(before: Any, step: Any) -> bool:
+        if step.opname == "STORE_DEREF":
+            return step.argval in code.co_freevars
+        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        is_new = before.opname.startswith("LOAD_FAST") and loaded[-1:] == new
+        return step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval not in _OUTPUTS and not is_new
+
+    inner = (remembers(part) for part in code.co_consts if isinstance(part, CodeType))
+    return any(stores(*pair) for pair in pairwise(dis.get_instructions(code))) or any(inner)
+
+
+@functools.cache
+def alters(code: CodeType) -> bool:
+    """Whether a hook may return something, or write into what it is given. One that collects and counts does neither."""
+    last: Any = None
+    method, is_local = None, False  # what a line calls first, and whether it looks at what the hook is given
+    for step in dis.get_instructions(code):
+        if step.starts_line:
+            method, is_local = None, False
+        if step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            method = method or step.argval
+        is_local = is_local or step.opname.startswith("LOAD_FAST")
+        is_none = last is not None and last.opname == "LOAD_CONST" and last.argval is None and not step.is_jump_target
+        if step.opname == "RETURN_CONST":
+            is_none = step.argval is None
+        if (
+            step.opname.startswith("RETURN_")
+            and step.opname != "RETURN_GENERATOR"
+            and not (is_none or method in _COLLECT)
+        ):
+            return True
+        is_in_place = (
+            last is not None
+            and last.opname.startswith(("BINARY_OP", "INPLACE_"))
+            and (last.opname != "BINARY_OP" or last.argrepr.endswith("="))
+        )
+        if is_local and (step.opname == "STORE_SUBSCR" or (step.opname == "STORE_FAST" and is_in_place)):
+            return True
+        last = step
+    return any(name.endswith("_") and not name.endswith("__") for name in names_in(code))

@@ -713,6 +713,26 @@ def compared(
     return plain, model.report.way
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_found(case: Case, weights: tuple[Any, Any]) -> None:
+    """Before anything runs: nothing of somebody's, or what. Only a trial shows some obstacles."""
+    target = weights[0]
+    own = [(target, "__class__", case.kind or type(target))]
+    with changed(own):
+        before = trust(target)
+        with changed(case.change(target)):
+            found = trust(target)
+        assert trust(target).is_own == before.is_own == (case.kind is None)
+    if case.way == PLAIN:
+        assert found.hooks or not found.is_own
+    else:
+        assert (found.forward is not None, found.between) == (case.way == FORWARD, None)
+    if case.name in ("a traced mlp", "a scripted part"):
+        assert "traced or scripted" in str(found.forward)
+    if case.name.startswith("remembers") or case.name == "a hook that counts":
+        assert "remembers something" in str(found.between)
+
+
 @pytest.mark.parametrize("case,rows", in_turns(CASES, [1, 3]))
 def test_the_text_is_that_of_plain_generate(case: Case, rows: int, weights: tuple[Any, Any]) -> None:
     """It follows a change that is made, undone and made again."""

@@ -245,6 +245,7 @@ class Code:
     def _used(self, function: FunctionType) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
         """What a function's global names stand for, and the attributes it uses of that: of nn, of a class, of an object."""
         names = names_in(function.__code__)
+        left: list[tuple[Any, Mapping[str, Any], frozenset[str], Mapping[str, Any]]]
         left, known = [(function, function.__globals__, names, {})], {id(function)}
         for owner, space, wanted, first in left:
             for name in wanted & space.keys():

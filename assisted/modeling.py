@@ -55,6 +55,7 @@ from .engine.parts import device_of, uncompiled, unwrapped
 from .engine.pool import SessionPool, require_pool
 from .engine.prepared import CallSettings
 from .engine.ranks import Ranks, ranks_of
+from .engine.rope import change_of
 from .engine.session import Session, using
 from .engine.traits import Traits
 from .engine.trust import blamed
@@ -453,7 +454,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             if drafts:
                 raise ValueError(f"{padded}, or pass assisted=False for what the target's own generate makes of it")
             settings.note(padded)
-        with using(kwargs.get(CACHE), unwrapped(self.target), of_tokens, mask, resumes):
+        target: Any = unwrapped(self.target)
+        change = change_of(target) if isinstance(kwargs.get(CACHE), Session) else None
+        with using(kwargs.get(CACHE), target, of_tokens, mask, resumes, change):
             if assisted:
                 start_length = functools.partial(self._start_length, policy, started, settings.ranks)
                 call = Generation(

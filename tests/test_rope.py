@@ -213,3 +213,28 @@ def test_far_from_the_change_rows_keep_their_own_lengths() -> None:
         patch.setattr(CachedModel, "__init__", watched)
         model.generate(**batch(target, 2, 20), **CALL)
     assert runners and not any(runner.in_lockstep for runner in runners)
+
+
+@pytest.mark.parametrize("assisted", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("longrope", "llama"), ("dynamic", "llama"), ("longrope", "phi3"), ("yarn", "qwen3")]
+)
+def test_a_session_across_the_change(kind: str, name: str, assisted: bool) -> None:
+    """A prompt that is read whole has the angles of its end everywhere: before the change, and after it, a session keeps what
+    has the same."""
+    target = model_of(kind, name, **({"original_max_position_embeddings": ORIGINAL} if name == "phi3" else {}))
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=4)
+    session, text, known = model.session(), random_ids(target, 1, 30), []
+    for turn in range(6):
+        call = CALL | {"max_new_tokens": 12, "attention_mask": torch.ones_like(text)}
+        begin_anew(target)
+        plain = target.generate(text, **call)
+        begin_anew(target)
+        found = model.generate(text, past_key_values=session, assisted=assisted, **call)
+        assert found.tolist() == plain.tolist()
+        known.append(model.report.cached_tokens)
+        text = torch.cat([plain, random_ids(target, 1, 3, seed=turn)], 1) if turn < 4 else text[:, :40]
+    if assisted:  # prompts of 30, 45, 60, 75, 90 and 40 tokens
+        after = {"longrope": [0, 86, 0], "dynamic": [0, 0, 0], "yarn": [71, 86, 39]}
+        across = 0 if name == "phi3" else 56  # its own generate reads its text again in that call
+        assert known == [0, 41, across, *after[kind]]

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
+from .rope import Change
 from .runner import CachedModel
 from .states import SavedStates, held, nbytes_of
 
@@ -60,6 +61,7 @@ class Session(DynamicCache):
     _saved: SavedStates
     _slots: SlotCache | None
     _length: int  # columns, which all rows have
+    _is_after = False  # a change of rotary angles: they were, when the text was read
     _given: tuple[int, torch.Tensor | None] | None = (
         None  # rows and mask of the present prompt, if it is the whole text
     )
@@ -111,11 +113,12 @@ class Session(DynamicCache):
                 "past_key_values: this session holds keys and values of another model; make one with this model's session()"
             )
 
-    def match(self, ids: Any, attention_mask: Any, resumes: bool = True) -> None:
+    def match(self, ids: Any, attention_mask: Any, resumes: bool = True, change: Change | None = None) -> None:
         """Keep only what a prompt begins with.
 
         ids, attention_mask: [B, P] or None. resumes: whether the target can read on after what it has read; if not, nothing
-        is kept.
+        is kept. change: of the target's rotary angles. A prompt that is read whole has those of its end everywhere, so nothing
+        is kept that was read with others.
         """
         whole = is_whole(ids, attention_mask)
         self._given = (len(ids), attention_mask) if whole else None
@@ -124,6 +127,10 @@ class Session(DynamicCache):
             self.layers = self.layers
             return
         parted, width = 0, ids.shape[1]
+        side = change is not None and width > change.position
+        if change is not None and self.ids is not None and (side != self._is_after or (side and not change.once)):
+            self.forget()
+        self._is_after = side
         if self.ids is not None and len(ids) == len(self.ids):
             parted, known = self._shared(ids, attention_mask), self.ids.shape[1] - 1
             if self._slots is not None and (attention_mask is None or bool(attention_mask.all())):
@@ -224,6 +231,8 @@ class Session(DynamicCache):
         layers = [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
         if {rows, *(len(layer.keys) for layer in layers)} == {len(ids)} and held(self) == ids.shape[1] - 1:
             self._note(ids, None, mask)
+        elif rows:
+            self.forget()  # it holds another text, as that of beams, or of a model that has read on in a cache of its own
         else:
             self.ids = None
         return output
@@ -261,18 +270,20 @@ class Session(DynamicCache):
         layers = self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
         other = _with_layers(self._config, layers, self.ids, self.mask)
         other._models = self._models
-        other._saved = copy.copy(self._saved)
+        other._saved, other._is_after = copy.copy(self._saved), self._is_after
         return other
 
     def __reduce__(self) -> Any:
         layers = self._dynamic_layers() if self.in_slots else self._layers
-        return _with_layers, (self._config, layers, self.ids, self.mask)
+        return _with_layers, (self._config, layers, self.ids, self.mask, self._is_after)
 
 
 @contextmanager
-def using(cache: Any, model: Any, ids: Any, attention_mask: Any, resumes: bool = True) -> Iterator[None]:
+def using(
+    cache: Any, model: Any, ids: Any, attention_mask: Any, resumes: bool = True, change: Change | None = None
+) -> Iterator[None]:
     """A context for one call with a cache, which matters for sessions only. model: the target. ids, attention_mask: [B, P] or
-    None, of the prompt. resumes: as for `Session.match`.
+    None, of the prompt. resumes, change: as for `Session.match`.
 
     Raises ValueError while another call uses the session, and for one of another model.
     """
@@ -283,7 +294,7 @@ def using(cache: Any, model: Any, ids: Any, attention_mask: Any, resumes: bool =
     if not cache.lock.acquire(blocking=False):
         raise ValueError("past_key_values: another call is using this session; make a session for each text")
     try:
-        cache.match(ids, attention_mask, resumes)
+        cache.match(ids, attention_mask, resumes, change)
         yield
     finally:
         cache.lock.release()
@@ -343,10 +354,12 @@ def _copy(slots: SlotCache, length: int, limit: int) -> SlotCache:
     return other
 
 
-def _with_layers(config: Any, layers: list[Any], ids: torch.Tensor | None, mask: torch.Tensor | None) -> Session:
+def _with_layers(
+    config: Any, layers: list[Any], ids: torch.Tensor | None, mask: torch.Tensor | None, is_after: bool = False
+) -> Session:
     made = Session(config)
     made.layers = layers
-    made.ids, made.mask = ids, mask
+    made.ids, made.mask, made._is_after = ids, mask, is_after
     return made
 
 

@@ -12,7 +12,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from assisted.fast.capture import Captured, HostRead, NoHostReads
+from assisted.drafters import eagle, model_drafter
+from assisted.engine.prepared import PreparedModule
+from assisted.fast import fused, graphs
+from assisted.fast.capture import Captured, CudaGraphs, HostRead, NoHostReads
+
+
+def record_captures(patch: Any) -> None:
+    """Capture on a CPU, too, and replay what was recorded. patch: pytest's MonkeyPatch, which ends it."""
+    patch.setattr(CudaGraphs, "record", lambda self, run, device, tried: Recording(run))
+    patch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
+    # on a CPU, fused models look positions up, which no capture may
+    for module in (fused, model_drafter):
+        patch.setattr(module, "fused", lambda model, trusted, **read: PreparedModule(model))
+    patch.setattr(eagle, "fused_head", PreparedModule)
 
 
 class Recording:

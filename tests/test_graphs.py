@@ -12,13 +12,12 @@ from covering import in_turns, over
 from eagle_heads import trained_head
 from methods import HEADS, LISTS, METHODS
 from pairs import CALL, ENDS, no_fallback, prompt
-from recording import Recording
+from recording import Recording, record_captures
 from test_needs import BESIDE, check_states
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding, zoo
-from assisted.drafters import eagle, model_drafter
 from assisted.drafts import Draft, DraftingStopped
 from assisted.engine import libraries, shapes, trust
 from assisted.engine import runner as runtime
@@ -40,12 +39,7 @@ RECORD, CAPTURES_FOR = CudaGraphs.record, graphs.captures_for
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch):
     monkeypatch.setattr(decoding, "CHECK_INVARIANTS", True)
-    monkeypatch.setattr(CudaGraphs, "record", lambda self, run, device, tried: Recording(run))
-    monkeypatch.setattr(graphs, "captures_for", lambda mode, device: None if mode == "eager" else CudaGraphs)
-    # on a CPU, fused models look positions up, which no capture may
-    for module in (fused, model_drafter):
-        monkeypatch.setattr(module, "fused", lambda model, trusted, **read: PreparedModule(model))
-    monkeypatch.setattr(eagle, "fused_head", PreparedModule)
+    record_captures(monkeypatch)
 
 
 def pair(name="llama", **kwargs):

@@ -39,7 +39,7 @@ def decode(
     earlier = 0 if logits is None else target.cache.known[0] - text.lengths[0]  # columns of a past, not in the text
     stopwatch, learning = Stopwatch(target.settings), 0.0  # learning: seconds, which the next draft counts as its own
     if logits is not None:
-        rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text)
+        rule(Draft.empty(text.rows, text.ids.device), logits, distribution, text, target.top1)
     while not text.done:
         unfinished = text.unfinished
         if not in_lockstep:
@@ -51,7 +51,7 @@ def decode(
         draft = drafting.propose(text, budget)
         stopwatch.lap()
         draft, verified, logits = _verify(target, drafting, text, draft, in_lockstep)
-        outcome = rule(verified, logits, distribution, text)
+        outcome = rule(verified, logits, distribution, text, target.top1)
         target.commit(outcome.kept, outcome.path)
         stopwatch.lap()
         draft_seconds, seconds = stopwatch.laps()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -202,6 +202,13 @@ class Recorder:
             self.plain_seconds += round.verify_seconds
         if self.watch is not None:
             self.watch(round)
+
+    def count_plain(self, output: Any, prompt_length: int) -> None:
+        """Count a run without drafts: one forward pass per token, where the first token comes from the pass over the prompt."""
+        sequences = output["sequences"] if isinstance(output, Mapping) else output
+        rows, new = sequences.shape[0], sequences.shape[1] - prompt_length
+        self.row_tokens = [new] * rows
+        self.target_passes = rows * (new - 1)
 
     def stop(self) -> None:
         """End the call."""

@@ -1,10 +1,11 @@
 """Verification of a draft: choose the acceptance rule (greedy or sampling, chain or tree, per row or in lockstep), apply it.
 
-Knows the distribution, the acceptance rules and the text; nothing of models or of how a draft was made.
+Knows the distribution, the acceptance rules and the text; nothing of models, kernels or of how a draft was made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from . import acceptance
 from .distribution import Distribution, probabilities
 from .drafts import Draft, levels
 from .engine.host import on_device, padded
-from .fast.native import top1
 from .text import Text
 
+Top1 = Callable[[torch.Tensor], torch.Tensor]
+"""Finds the top-1 token of scores, [..., V] -> [...] int64, as `acceptance.top1` does; a target has the fastest way."""
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
@@ -29,7 +31,9 @@ class Outcome(NamedTuple):
     path: list[list[int]] | None = None
 
 
-def judge(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
+def judge(
+    draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text, top1: Top1 = acceptance.top1
+) -> Outcome:
     """Accept drafted tokens and commit them, each row independently. logits: [B, n + 1, V], see `Round`."""
     plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
     scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
@@ -95,7 +99,9 @@ def _drawable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return p, invalid
 
 
-def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text) -> Outcome:
+def judge_in_lockstep(
+    draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text, top1: Top1 = acceptance.top1
+) -> Outcome:
     """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
 
     Logits processors, stopping criteria and streamers see what autoregressive decoding shows them: each committed prefix
@@ -114,7 +120,7 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
         ids = text.ids[:, : text.lengths[0]]
         after = logits[every, column]
         scores = distribution.ordered_scores(ids, after, text.unfinished)
-        token, child, invalid = _choose(scores, draft, column, distribution, text)
+        token, child, invalid = _choose(scores, draft, column, distribution, text, top1)
         if padded is not None:
             child = child.masked_fill(padded, step + 1)
         children, not_drawable = torch.stack([child, invalid]).tolist()
@@ -137,7 +143,12 @@ def judge_in_lockstep(draft: Draft, logits: torch.Tensor, distribution: Distribu
 
 
 def _choose(
-    scores: torch.Tensor, draft: Draft, column: torch.Tensor, distribution: Distribution, text: Text
+    scores: torch.Tensor,
+    draft: Draft,
+    column: torch.Tensor,
+    distribution: Distribution,
+    text: Text,
+    top1: Top1 = acceptance.top1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The next token, [B] int64, the column of the drafted node with that token, [B] int64, 0 if there is none, and whether
     there was nothing to draw from, [B] bool.

@@ -14,6 +14,7 @@ from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, sim
 
 from assisted import AssistedModelForCausalLM
 from assisted.bench import held_out_prompts
+from assisted.calls.costs import share_of_weights
 from assisted.drafters.combined import CombinedLength, Member
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
@@ -193,8 +194,8 @@ def test_the_draft_costs_its_share_of_the_weights_until_it_is_measured(share, to
 def test_a_pair_knows_its_share_of_weights():
     target = build(ARCHITECTURES[0])
     pair = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
-    assert pair._share_of_weights() == pytest.approx(1.0, rel=0.01)  # the same size
-    assert AssistedModelForCausalLM.from_models(target, draft="ngram")._share_of_weights() is None
+    assert share_of_weights(pair) == pytest.approx(1.0, rel=0.01)  # the same size
+    assert share_of_weights(AssistedModelForCausalLM.from_models(target, draft="ngram")) is None
     call = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
     pair.generate(random_ids(target, 1, 8), **call)
     assert pair.length.policy.draft_cost == pytest.approx(1.0, rel=0.01)
@@ -503,7 +504,7 @@ def test_on_models():
     assert 0 < model.report.assisted_share <= 1
     assert model.length.costs.draft > 0
     assert model.length.known.rounds > 60 / 17 * 2  # those of both calls with three rows
-    assert len(model._lengths) == 2
+    assert len(model.measured.lengths) == 2
 
 
 def test_saved_with_the_pair(tmp_path):

@@ -35,7 +35,8 @@ TESTS = {
     "decoding.py": "wrong_drafts counts decoding traps",
     "drafts.py": "drafts trees wrong_drafts tree_decoding",
     "text.py": "text robustness",
-    "generation.py": "generation forwarding robustness continued",
+    "calls/inputs.py": "generation continued",
+    "calls/prompt.py": "generation forwarding robustness continued",
     "engine/cache.py": "cache runtime continued",
     "engine/masks.py": "runtime decoding tree_decoding",
     "engine/runner.py": "runtime prompts decoding continued",
@@ -125,7 +126,7 @@ MUTANTS = [
     ("text.py", "columns >= torch.tensor(self.lengths", "columns > torch.tensor(self.lengths"),
     ("text.py", "new = new[: self.max_length - start]", "new = new[: self.max_length]"),
     ("text.py", "count = len(new) if stop is None else stop", "count = len(new)"),
-    ("generation.py", "bool(self.config.return_dict_in_generate) or", "False or"),
+    ("calls/inputs.py", "bool(self.config.return_dict_in_generate) or", "False or"),
     ("engine/cache.py", "self.keys[:, :, length - held : length] = layer.keys", "self.keys[:, :, :held] = layer.keys"),
     ("engine/cache.py", "            if to != column\n", "            if to > column\n"),
     ("engine/cache.py", "visible.gather(1, source) & (moved_from >= 0)", "visible.gather(1, source)"),
@@ -218,7 +219,7 @@ MUTANTS = [
     ("drafters/candidate_generator.py", "get_candidates(ids.clone())", "get_candidates(ids)"),
     ("heads/medusa.py", "x = x + F.silu(", "x = F.silu("),
     ("fast/static_buffers.py", "store[:, :, held:] = 0", "pass"),
-    ("generation.py", "target.run_only(list(range(text.rows)))", "pass"),
+    ("calls/prompt.py", "target.run_only(list(range(text.rows)))", "pass"),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..acceptance import top1
 from ..drafts import Draft
 from .cache import Paths, SlotCache
 from .host import on_device
@@ -48,6 +49,9 @@ class CachedModel(Runner):
     lends_slots = True  # whether a drafter may read and write them while it drafts
     change: Change | None = None  # of the rotary angles, if this call may reach it
     masks: Masks
+    top1: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
+        top1
+    )  # finds the top-1 tokens of scores; a call may set a faster way
     begun: Callable[[torch.Tensor, Draft | None, list[int] | None], torch.Tensor | None] | None = None
 
     def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):

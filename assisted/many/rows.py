@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,19 +20,19 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..admission import constants, must_be_plain
+from ..calls.admission import why_plain
+from ..calls.assembly import assemble, running
+from ..calls.inputs import LoopInputs
 from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
-from ..drafters import Call, Drafting
-from ..drafters.guarded import Guarded
-from ..engine.libraries import optimized_for_decode, pad_token, without_gradients
-from ..engine.recurrent import slots_for, target_runner
+from ..drafters import Drafting
+from ..engine.libraries import pad_token
+from ..engine.prepared import CallSettings
 from ..engine.rope import change_of
 from ..engine.session import renew
 from ..engine.traits import Traits
-from ..engine.verifiable import masks_of, mixes_tokens, obstacle_to
-from ..fast.fused import prepare
-from ..generation import Generation, Prepared
+from ..engine.verifiable import masks_of
+from ..generation import Generation
 from ..text import Text
 
 _NOT_HERE = {  # arguments of `generate` that belong to a single batch
@@ -113,10 +113,10 @@ class Rows(Text):
 class Preparation(Generation):
     """What transformers prepares for a call, instead of its output."""
 
-    def _loop(self, call: Prepared) -> Any:
-        if call.config.get_generation_mode() not in ("greedy_search", "sample"):
+    def _loop(self, inputs: LoopInputs) -> Any:
+        if inputs.config.get_generation_mode() not in ("greedy_search", "sample"):
             raise ValueError("num_beams: generate_many is greedy or samples; call generate for other modes")
-        return call
+        return inputs
 
 
 def generate_many(
@@ -134,71 +134,42 @@ def generate_many(
     if first is None:
         return iter(())
     mask = torch.ones_like(first[None])
-    call = preparation.run(first[None], kwargs.pop("generation_config", None), kwargs | {"attention_mask": mask})
-    run = _Run(preparation, call, rows)
+    inputs = preparation.run(first[None], kwargs.pop("generation_config", None), kwargs | {"attention_mask": mask})
+    run = _Run(preparation, inputs, rows)
     return run.answers(enumerate(itertools.chain([first], waiting)))
 
 
 class _Run:
     """The state of one `generate_many`."""
 
-    def __init__(self, generation: Generation, call: Prepared, rows: int):
-        pair, settings, config, model = generation.pair, generation.settings, call.config, call.model
-        self.generation, self.recorder, self.model = generation, generation.recorder, model
-        self.distribution = Distribution(call.processors, config.do_sample)
-        drafter = pair.drafter
-        trusted = settings.trust_in(model)
-        masks = masks_of(model, trusted, settings.fuses)
-        reason = must_be_plain(model, call.input_ids, config, call.kwargs)
-        reason = reason or obstacle_to(model, trusted, drafter.needs, settings.fuses) or trusted.forward
-        reason = reason or mixes_tokens(model, trusted, settings.note)
-        if reason is None and (further := constants(call.kwargs)):
-            reason = f"the model's forward is given {min(further)}"
-        if reason is None and Traits.of(model).is_recurrent:
-            reason = "it keeps recurrent states"
-        if reason is None and (not masks.trees or change_of(model) is not None or settings.ranks.several):
-            reason = "the target's rows advance in lockstep"
-        if reason is not None:
-            raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate with batches")
-        for one in call.processors:
-            if needs_prompt(one):
-                raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")
-        for criterion in call.criteria:
-            if type(criterion) not in _CRITERIA:
-                raise ValueError(f"stopping_criteria: {type(criterion).__name__} may depend on the batch; leave it out")
-        if drafter.needs.states or drafter.needs.split:
-            raise ValueError(
-                f"draft: {type(pair.spec).__name__} reads the target's states, which generate_many does not keep; draft with "
-                "text (suffix, ngram) or with a model"
-            )
+    def __init__(self, generation: Generation, inputs: LoopInputs, rows: int):
+        pair, settings, config = generation.pair, generation.settings, inputs.config
+        _require_possible(inputs, pair, settings)
+        self.recorder, self.drafter = generation.recorder, pair.drafter
         self.new, self.most = config.max_new_tokens, config.max_length
         # each row has a limit of its own
-        criteria = StoppingCriteriaList([one for one in call.criteria if type(one) is not MaxLengthCriteria])
+        criteria = StoppingCriteriaList([one for one in inputs.criteria if type(one) is not MaxLengthCriteria])
         criteria.append(MaxLengthCriteria(sys.maxsize))
-        self.text = text = Rows(rows, criteria, pad_token(config), call.input_ids.device)
-        self.length = generation.start_length(rows, self.distribution.do_sample)
-        cache = slots_for(model, None, rows, text.max_length, masks)
-        self.target = target = target_runner(prepare(model, settings), cache, masks, drafter.needs)
-        pair.graphs.serve(target, model, settings)
-        cache.begin_rounds()
-        about = Call(None, self.distribution.for_draft(), self.length, text.max_length, target, settings)
-        drafting = drafter.start(about)
-        _require_renewal(drafting, type(pair.spec).__name__)
-        self.drafting = Guarded(drafting, settings, about.vocab_size)
-        keeps = any(change_of(one) is not None for one in drafter.models)
-        self.mode: Callable[[], Any] = torch.no_grad if keeps else lambda: without_gradients(model, *drafter.modules)
+        self.text = text = Rows(rows, criteria, pad_token(config), inputs.ids.device)
+        distribution = Distribution(inputs.processors, config.do_sample)
+        length = generation.start_length(rows, distribution.do_sample)
+        of_rows = replace(inputs, ids=text.ids, kwargs={inputs.cache_name: inputs.cache})
+        self.call = call = assemble(pair, of_rows, settings, text, distribution, length)
+        call.target.cache.begin_rounds()
+        self.drafting = call.drafting()
+        _require_renewal(call.own, type(pair.spec).__name__)
 
     def answers(self, prompts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[Answer]:
         """The answers in the order in which they end."""
-        text, free = self.text, list(range(self.text.rows))
-        self.recorder.row_tokens, self.recorder.warnings = [], self.generation.settings.warnings
+        call, text, free = self.call, self.text, list(range(self.text.rows))
+        self.recorder.row_tokens, self.recorder.warnings = [], call.settings.warnings
         while True:
-            with self.mode(), optimized_for_decode(self.model):
+            with running(call.inputs.model, self.drafter):
                 for row in list(free):
                     if (found := next(prompts, None)) is not None:
                         self._begin(row, *found)
                         free.remove(row)
-                decode(self.target, self.drafting, text, self.distribution, self.length, None, self.recorder)
+                decode(call.target, self.drafting, text, call.distribution, call.length, None, self.recorder)
                 ended = list(text.take())
             if not ended:
                 return
@@ -208,14 +179,14 @@ class _Run:
                 yield answer
 
     def _begin(self, row: int, index: int, prompt: torch.Tensor) -> None:
-        width = len(prompt)
-        if width > self.target.context:
+        width, target = len(prompt), self.call.target
+        if width > target.context:
             raise ValueError(
-                f"prompts: number {index} has {width} tokens, but the target's context ends at {self.target.context}"
+                f"prompts: number {index} has {width} tokens, but the target's context ends at {target.context}"
             )
         self.text.begin(row, index, prompt, width + self.new if self.new is not None else max(self.most, width + 1))
-        renew(self.target, row, prompt[None, :-1])
-        self.length.renew(row)
+        renew(target, row, prompt[None, :-1])
+        self.call.length.renew(row)
         if self.drafting.drafting is not None:
             try:
                 self.drafting.drafting.renew(self.text, row)
@@ -223,12 +194,40 @@ class _Run:
                 self.drafting.stop(f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.")
 
 
-def _require_renewal(drafting: Drafting, name: str) -> None:
-    if not drafting.parts() and type(drafting).renew is Drafting.renew:
+def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> None:
+    """Raise ValueError for targets, drafts, processors and criteria that can't change texts row by row."""
+    model, needs = inputs.model, pair.drafter.needs
+    trusted = settings.trust_in(model)
+    reason = why_plain(inputs, needs, settings) or trusted.forward
+    if reason is None and (further := inputs.constants):
+        reason = f"the model's forward is given {min(further)}"
+    if reason is None and Traits.of(model).is_recurrent:
+        reason = "it keeps recurrent states"
+    if reason is None:
+        is_lockstep = not masks_of(model, trusted, settings.fuses).trees or change_of(model) is not None
+        reason = "the target's rows advance in lockstep" if is_lockstep or settings.ranks.several else None
+    if reason is not None:
+        raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate with batches")
+    for one in inputs.processors:
+        if needs_prompt(one):
+            raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")
+    for criterion in inputs.criteria:
+        if type(criterion) not in _CRITERIA:
+            raise ValueError(f"stopping_criteria: {type(criterion).__name__} may depend on the batch; leave it out")
+    if needs.states or needs.split:
+        raise ValueError(
+            f"draft: {type(pair.spec).__name__} reads the target's states, which generate_many does not keep; draft with "
+            "text (suffix, ngram) or with a model"
+        )
+
+
+def _require_renewal(drafting: Drafting | None, name: str) -> None:
+    parts = () if drafting is None else drafting.parts()
+    if drafting is not None and not parts and type(drafting).renew is Drafting.renew:
         raise ValueError(
             f"draft: {name} can't begin with another text while others go on; draft with text (suffix, ngram) or with a model"
         )
-    for part in drafting.parts():
+    for part in parts:
         _require_renewal(part, name)
 
 

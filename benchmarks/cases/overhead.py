@@ -18,6 +18,7 @@ from shared import Section, about, below, heading, opened, paired
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
 from assisted.bench import Bars, Rules, pad_token, read, speedup
 from assisted.bench.clock import turns
+from assisted.calls.costs import CallLengths
 from assisted.drafters.chain import ChainDrafting
 from assisted.drafters.eagle import EagleDrafting
 from assisted.drafters.guarded import Guarded
@@ -94,9 +95,7 @@ class Passes:
             for (owner, name), again in PASSES.items():
                 noting = self.noting(getattr(owner, name), None if again is None else getattr(self, again))
                 stack.enter_context(patch.object(owner, name, noting))
-            stack.enter_context(
-                patch.object(generation.Generation, "_extend", self.target(generation.Generation._extend))
-            )
+            stack.enter_context(patch.object(generation, "read_prompt", self.target(generation.read_prompt)))
             yield
 
     def noting(self, method, again=None):
@@ -134,13 +133,12 @@ class Passes:
 
         return again
 
-    def target(self, extend):
-        """The target reads its prompt before there are runners, so this pass is noted afterwards."""
+    def target(self, read):
+        """The target reads its prompt through its own forward; it is read again in the way of a draft."""
 
-        def run(one, call):
-            text, target, drafting = extend(one, call)
-            self.made.insert(0, self.prompt(READ_PROMPT, target, call.input_ids, None))
-            return text, target, drafting
+        def run(call, lent):
+            self.made.insert(0, self.prompt(READ_PROMPT, call.target, call.inputs.ids, None))
+            return read(call, lent)
 
         return run
 
@@ -167,7 +165,7 @@ class Causes:
             for cause, functions in CAUSES.items():
                 for owner, name in functions:
                     stack.enter_context(patch.object(owner, name, self.timing(getattr(owner, name), cause)))
-            start = AssistedModelForCausalLM._start_length
+            start = CallLengths.start
 
             def with_length(*args):
                 length = start(*args)
@@ -175,7 +173,7 @@ class Causes:
                     setattr(length, name, self.timing(getattr(length, name), "draft lengths"))
                 return length
 
-            stack.enter_context(patch.object(AssistedModelForCausalLM, "_start_length", with_length))
+            stack.enter_context(patch.object(CallLengths, "start", with_length))
             yield
 
     def timing(self, function, cause):

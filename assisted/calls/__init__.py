@@ -1,0 +1,1 @@
+"""What a call of `generate` asks for, whether drafts can be verified in it, and what it then runs."""

@@ -11,7 +11,7 @@ import assisted
 from assisted import AssistedModelForCausalLM
 
 PACKAGE = Path(assisted.__file__).parent
-CEILINGS = {"eager": (51, 2690), "auto": (59, 3400)}
+CEILINGS = {"eager": (55, 2760), "auto": (63, 3480)}
 """By `fast`: files, and lines of the functions entered in them, docstrings included. Lower them whenever the call allows."""
 
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]  # the checkout is measured, wherever the package is installed
 HELP = {
     "prompts": "of each kind",
     "repeats": "timed repeats",

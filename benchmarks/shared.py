@@ -248,7 +248,7 @@ class Worker:
             stderr=None if quiet is None else quiet.open("a"),
             text=True,
             cwd=cwd,
-            env={**os.environ, **known, **env},
+            env={"PYTHONPATH": str(FOLDER.parent), **os.environ, **known, **env},
         )
         self._say(settings)
 

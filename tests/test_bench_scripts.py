@@ -8,11 +8,12 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.documents
 
@@ -102,8 +103,14 @@ def test_speedups_with_an_interval_are_committed_figures() -> None:
 
 def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     overhead = script("cases.overhead", monkeypatch)
-    with overhead.Passes().noted(), overhead.Causes().timed():
-        pass
+    pair = script("shared", monkeypatch).opened("zoo:target", "zoo:draft", draft_length=4)
+    call = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = SimpleNamespace(ids=torch.arange(40, 60)[None])
+    assert all(seconds > 0 for seconds in overhead.timed(pair, prompt, call))
+    causes = overhead.Causes()
+    with causes.timed():
+        overhead.run(pair, prompt, call)
+    assert all(causes.seconds[cause] > 0 for cause in ("passes", "the loop", "draft lengths", "accepting"))
 
 
 def test_the_constants_that_the_simulation_varies_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ class Causes:
 
             def with_length(*args):
                 length = start(*args)
-                for name in ("budget", "go_on", "another", "observe"):
+                for name in ("budget", "go_on", "run_again", "observe"):
                     setattr(length, name, self.timing(getattr(length, name), "draft lengths"))
                 return length
 

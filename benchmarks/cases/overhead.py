@@ -53,7 +53,7 @@ DRAFTS = {
 }
 """By name: the draft and its length."""
 PASSES = {
-    (generation, "_read_prompt"): None,
+    (generation, "read_prompt"): None,
     (CachedModel, "prefill"): "prompt",
     (CachedModel, "__call__"): "placed",
     (HeadRunner, "_read_first"): "prompt",

@@ -25,7 +25,7 @@ from assisted.fast import layers as fused_layers
 from assisted.fast.delta import NativeMixer
 from assisted.fast.layers import DeltaLayer, FusedLayer, FusedMLP
 from assisted.fast.norms import GatedNorm
-from assisted.heads import fused as heads_fused
+from assisted.heads import mtp_fused as heads_fused
 from assisted.heads.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}

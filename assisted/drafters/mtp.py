@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine.needs import Needs
+from ..heads import mtp_fused  # noqa: F401  (registers the fused forms)
 from ..heads.base import StateHead
 from ..heads.mtp import MTPHead, SequentialMTP, load_mtp, save_mtp
 from ..heads.mtp_formats import is_mtp, stored_mtp

@@ -1,4 +1,4 @@
-"""EAGLE-3 and MTP heads with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
+"""EAGLE-3 heads with fewer operations. In so small a layer, launching operations takes most of the time of a step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
 from ..fast import delta, native
-from ..fast.families import is_known
 from ..fast.fused import fused_product
 from ..fast.head_steps import EagleSteps, Shape, TreeInC
-from ..fast.layers import FusedLayer, fused_layer
+from ..fast.layers import FusedLayer
 from ..fast.native import NativeProduct
-from ..fast.norms import Called, Norm, norm_of
+from ..fast.norms import Called, Norm
 from ..fast.products import PackedLinear, Product, may_copy
 from ..fast.shared import Angles, Shared
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
-from .mtp import MTPHead, SequentialMTP
 
 _NO_FORM = "its layer, its norms or its output have no form in C"
-_NO_TABLE = "the target's input embedding is not a plain table of the head's dtype and vocabulary"
+NO_TABLE = "the target's input embedding is not a plain table of the head's dtype and vocabulary"
 
 
-def source_of(head: EagleHead | MTPHead | SequentialMTP) -> Source:
+def source_of(head: Any) -> Source:
     """Everything a fused head is made from; it stays valid while this is the same."""
     on_host = head.device.type == "cpu"
     return Source(
@@ -40,20 +38,14 @@ def source_of(head: EagleHead | MTPHead | SequentialMTP) -> Source:
     )
 
 
-def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
+@functools.singledispatch
+def fused_head(head: Any) -> PreparedModule:
     """The same head with fewer operations and its current weights. Layers stay unfused if the output would differ or copies are
-    not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed, and no MTP heads of unknown families.
+    not allowed. EAGLE-1 heads, which use the target's output embedding, are not changed. Other classes register theirs.
 
     An EAGLE-3 head of bfloat16 runs in C with weights and inputs of 8 bits. It drafts in two thirds of the time, and as many
     of its tokens are accepted.
     """
-    if isinstance(head, SequentialMTP):
-        made = [_fused_mtp(layer) for layer in head.layers]
-        layers = nn.ModuleList([one.module for one in made])
-        warning = next((one.warning for one in made if one.warning), None)
-        return PreparedModule(with_children(head, {("layers",): layers}), warning=warning)
-    if isinstance(head, MTPHead):
-        return _fused_mtp(head)
     if head.config.version == 1:
         return PreparedModule(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head, in_8_bits=True)}
@@ -81,91 +73,6 @@ def fused_head(head: EagleHead | MTPHead | SequentialMTP) -> PreparedModule:
         return PreparedModule(other, last_only=True)
     warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
     return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
-
-
-def _fused_mtp(head: MTPHead) -> PreparedModule:
-    if not may_copy(head.parameters()) or any_touched(head.modules()) or not is_known(head.layer):
-        return PreparedModule(head)
-    angles = Angles(head.rotary_emb, head.layer_config, head.dtype)
-    children: dict[tuple[str, ...], nn.Module] = {
-        ("layer",): fused_layer(head.layer, Shared(angles), True, True),
-        ("rotary_emb",): angles,
-        ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
-    }
-    for name, norm in head.named_children():
-        if name.endswith("norm") and not isinstance(norm, nn.Identity):
-            children[name,] = Called(norm_of(norm))
-    if not head.shares_output:
-        children["output",] = fused_product(head.output)
-    other: Any = with_children(head, children)
-    other.in_c = head_in_c(head, children[("layer",)], angles)
-    if other.in_c is not None:
-        other.steps_with = other.in_c.steps
-    numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
-    with torch.no_grad():
-        expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
-    if agree(found, expected, head.dtype):
-        return PreparedModule(other)
-    return PreparedModule(
-        head, warning="the MTP head runs as it is: the states of its faster form differ by more than rounding"
-    )
-
-
-def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """A head's states after four columns, [1, 4, H] each. The second step reads the slots of the first, as in a call."""
-    cache, made = SlotCache(1, 4), []
-    cache.begin_rounds()
-    for first in (0, 2):
-        cache.place(2, states.device)
-        columns = slice(first, first + 2)
-        seen = torch.ones(2, cache.top, dtype=torch.bool).tril(first)[None, None]
-        made.append(head(embeddings[:, columns], states[:, columns], torch.arange(first, first + 2)[None], seen, cache))
-        cache.commit([2])
-    return torch.cat(made, 1)
-
-
-class HeadInC:
-    """The `forward` of an MTP head in C.
-
-    Args:
-        head: the head.
-        layer: its fused layer, which has a form in C.
-        angles: of its positions.
-    """
-
-    def __init__(self, head: MTPHead, layer: Any, angles: Angles):
-        norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
-        factors = [None if isinstance(norm, nn.Identity) else norm_of(norm).factor() for norm in norms]
-        self.floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
-        self.layer, self.angles, self.shares_output = layer, angles, head.shares_output
-
-    def __call__(
-        self,
-        embeddings: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-    ) -> torch.Tensor | None:
-        """As `MTPHead.forward`; None for columns that cannot run in C."""
-        layer = self.layer
-        if embeddings.dtype != states.dtype or not delta.fits(states, ()):
-            return None
-        stores = layer.stores(cache) or layer.slots_to_read(states, mask, cache)
-        if stores is None or not delta.fits(states, stores):
-            return None
-        around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
-        return self.floats(embeddings, states, stores, around)
-
-    def steps(self, target: Any) -> HeadSteps | str:
-        """Its steps in texts of one row, with the embeddings of a target, or why there are none."""
-        product, table = getattr(target.get_output_embeddings(), "run", None), self.angles.table
-        weight = _embeddings(target.get_input_embeddings(), torch.float32)
-        if not (self.shares_output and isinstance(product, delta.FloatProduct)) or table is None:
-            return "the output embedding has no form in C"
-        if weight is None or product.outputs > len(weight):  # a drafted token may have no embedding
-            return _NO_TABLE
-        return HeadSteps(self.layer, delta.TokenSteps(self.floats, weight, table, product))
 
 
 class HeadSteps:
@@ -226,13 +133,13 @@ def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSt
     output = product.native if isinstance(product, Product) else None
     norms = [layer.before_attention, layer.of_state, other.norm.run]
     table = other.rotary_emb.table
-    embeddings = _embeddings(getattr(head, "embed_tokens", None) or target.get_input_embeddings(), head.dtype)
+    embeddings = embeddings_in_c(getattr(head, "embed_tokens", None) or target.get_input_embeddings(), head.dtype)
     if more:
         return "it has several layers"
     if layer.native is None or output is None or table is None or not all(type(norm) is Norm for norm in norms):
         return _NO_FORM
     if embeddings is None or config.vocab_size > len(embeddings):
-        return _NO_TABLE
+        return NO_TABLE
     if not output.dtype == layer.native.dtype == head.dtype:
         return "its layer and its output have different dtypes"
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
@@ -255,17 +162,12 @@ def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor], 
     return product, [norm.weight.detach() for norm in norms], epsilons.pop()
 
 
-def _embeddings(own: Any, dtype: torch.dtype) -> torch.Tensor | None:
+def embeddings_in_c(own: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """The weight of an embedding that C can look up; None for others."""
     if type(own) is not nn.Embedding or own.max_norm is not None or any_touched([own]):
         return None
     weight = own.weight.detach()
     return weight if weight.is_cpu and weight.dtype == dtype and weight.is_contiguous() else None
-
-
-def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:
-    """The head in C; None if its layer has no such form. layer: the fused one."""
-    return None if layer.floats is None or head.fc.weight.dtype != torch.float32 else HeadInC(head, layer, angles)
 
 
 class _First(FusedLayer):

@@ -38,7 +38,7 @@ class StateHead(nn.Module):
     rotary_emb: nn.Module
 
     def steps_with(self, target: PreTrainedModel) -> Any:
-        """Its steps in C with a target's embeddings (`fused.HeadSteps`), or the reason why there are none."""
+        """Its steps in C with a target's embeddings (`steps.HeadSteps`), or the reason why there are none."""
         return "its layers run as they are"
 
     @property

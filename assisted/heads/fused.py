@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +10,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..engine.agreement import agree
-from ..engine.cache import SlotCache
 from ..engine.hooks import any_touched
 from ..engine.parts import with_children
 from ..engine.prepared import PreparedModule
-from ..fast import delta, native
+from ..fast import native
 from ..fast.fused import fused_product
-from ..fast.head_steps import EagleSteps, Shape, TreeInC
+from ..fast.head_steps import EagleSteps
 from ..fast.layers import FusedLayer
 from ..fast.native import NativeProduct
 from ..fast.norms import Called, Norm
@@ -25,9 +23,9 @@ from ..fast.products import PackedLinear, Product, may_copy
 from ..fast.shared import Angles, Shared
 from ..fast.sources import Modules, Source, Weights
 from .eagle import EagleHead
+from .steps import NO_TABLE, HeadSteps, embeddings_in_c
 
 _NO_FORM = "its layer, its norms or its output have no form in C"
-NO_TABLE = "the target's input embedding is not a plain table of the head's dtype and vocabulary"
 
 
 def source_of(head: Any) -> Source:
@@ -75,57 +73,6 @@ def fused_head(head: Any) -> PreparedModule:
     return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
 
 
-class HeadSteps:
-    """The steps of a head in C, in one text of a call.
-
-    layer: the fused one. steps: of tensors; those of EAGLE-3 heads grow trees and fuse features, too.
-    """
-
-    def __init__(self, layer: FusedLayer, steps: EagleSteps | delta.TokenSteps):
-        self.layer, self.steps, self.logits = layer, steps, steps.logits
-        self._of_eagle = steps if isinstance(steps, EagleSteps) else None
-
-    def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
-        """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
-        where = self._place(states, cache, first, ids.shape[1])
-        return None if where is None else self.steps(ids, states, *where)
-
-    def chain(
-        self, state: torch.Tensor, cache: SlotCache, first: int, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `HeadRunner.chain`."""
-        where = self._place(state[:, None], cache, first, count)
-        return None if where is None else self.steps.chain(state, *where, count)
-
-    def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
-        """As `HeadRunner.tree`."""
-        where = None if self._of_eagle is None else self._place(state[:, None], cache, first, shape.limits[-1])
-        return None if self._of_eagle is None or where is None else self._of_eagle.tree(state, *where, shape)
-
-    def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
-        """As `Head.fuse`; None if that does not run in C."""
-        fuses = self._of_eagle is not None and self._of_eagle.of_features is not None and self._fits(features, ())
-        return self._of_eagle.fuse(features) if fuses else None  # type: ignore[union-attr]
-
-    def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
-        """Whether columns can run in C."""
-        kinds = {states.dtype, *(store.dtype for store in stores)}
-        is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
-        few = states.shape[1] <= native.AT_ONCE and not torch.compiler.is_compiling()
-        return kinds == {self.steps.dtype} and is_plain and few
-
-    def _place(
-        self, states: torch.Tensor, cache: SlotCache, first: int, width: int
-    ) -> tuple[Sequence[torch.Tensor], int, int] | None:
-        """Keys and values, and slot and position of the first of `width` columns; None for columns that cannot run in C."""
-        cache.place(width, states.device)
-        stores, place = self.layer.stores(cache), cache.start
-        if not isinstance(place, int) or stores is None or not self._fits(states, stores):
-            return None
-        position = place + first
-        return (stores, place, position) if 0 <= position <= self.steps.positions - width else None
-
-
 def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
     """The steps in C of an EAGLE-3 head with the embeddings of a target, or why there are none. other: the fused head."""
     (layer, *more), config = other.layers, head.config
@@ -160,14 +107,6 @@ def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor], 
     if config.norm_before_fc or product is None or not known or product.outputs != config.hidden_size:
         return None, [], 0.0
     return product, [norm.weight.detach() for norm in norms], epsilons.pop()
-
-
-def embeddings_in_c(own: Any, dtype: torch.dtype) -> torch.Tensor | None:
-    """The weight of an embedding that C can look up; None for others."""
-    if type(own) is not nn.Embedding or own.max_norm is not None or any_touched([own]):
-        return None
-    weight = own.weight.detach()
-    return weight if weight.is_cpu and weight.dtype == dtype and weight.is_contiguous() else None
 
 
 class _First(FusedLayer):

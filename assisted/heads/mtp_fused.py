@@ -19,8 +19,9 @@ from ..fast.layers import fused_layer
 from ..fast.norms import Called, norm_of
 from ..fast.products import PackedLinear, may_copy
 from ..fast.shared import Angles, Shared
-from .fused import NO_TABLE, HeadSteps, embeddings_in_c, fused_head
+from .fused import fused_head
 from .mtp import MTPHead, SequentialMTP
+from .steps import NO_TABLE, HeadSteps, embeddings_in_c
 
 
 @fused_head.register

@@ -22,7 +22,7 @@ from ..engine.tree_reader import NodeReader
 from ..engine.window import dropped_from, keep_last
 from ..fast.head_steps import Shape, TreeInC
 from .base import Head
-from .fused import HeadSteps
+from .steps import HeadSteps
 
 
 class Level(NamedTuple):

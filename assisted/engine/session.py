@@ -58,7 +58,7 @@ class Session(DynamicCache):
     shared: int
     ends: Sequence[int] = ()
     forks: bool
-    _saved: SavedStates
+    saved: SavedStates
     _slots: SlotCache | None
     _length: int  # columns, which all rows have
     _is_after = False  # a change of rotary angles: they were, when the text was read
@@ -101,7 +101,7 @@ class Session(DynamicCache):
     def nbytes(self) -> int:
         """Bytes of the keys, values and states, and of what the drafter keeps."""
         drafting = None if self.kept is None else self.kept[1]
-        layers = [*self._saved.layers, *(self._layers if self._slots is None else ())]
+        layers = [*self.saved.layers, *(self._layers if self._slots is None else ())]
         slots = () if self._slots is None else self._slots.stores
         held = sum(map(nbytes_of, layers)) + sum(store.nbytes for store in slots)
         return held + (0 if drafting is None else drafting.nbytes)
@@ -146,17 +146,17 @@ class Session(DynamicCache):
 
     def _go_back(self, ids: torch.Tensor, shared: int, known: int, resumes: bool) -> None:
         """`match` in transformers' layers, which have read `known` tokens, for a prompt that begins with `shared` of them."""
-        self._saved.keep(min(shared, known))  # a call that failed may have left more
+        self.saved.keep(min(shared, known))  # a call that failed may have left more
         read, kept = held(self), min(shared, ids.shape[1] - 1)
         if resumes and shared >= known and read < ids.shape[1]:
             self.shared = shared
             if read == known and self._slots is None:
-                self._saved.save(known, self.layers)
+                self.saved.save(known, self.layers)
         elif kept and all(type(layer) is DynamicLayer and layer.is_initialized for layer in self.layers):
             for layer in self.layers:
                 layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
             self.ids, self.kept = ids[:, : kept + 1], None
-        elif resumes and (restored := self._saved.restored(kept, self.layers)) is not None:
+        elif resumes and (restored := self.saved.restored(kept, self.layers)) is not None:
             length, self._layers = restored
             self.ids, self.kept = ids[:, : length + 1], None
         else:
@@ -216,7 +216,7 @@ class Session(DynamicCache):
     def mark(self, slots: SlotCache, ids: torch.Tensor) -> None:
         """Keep the states after a part of the present prompt. slots: that have read it. ids: [B, n + 1] int64, the part and the
         next token."""
-        self._saved.save(ids.shape[1] - 1, slots.to_dynamic(self._config).layers)
+        self.saved.save(ids.shape[1] - 1, slots.to_dynamic(self._config).layers)
 
     def read_by(self, generate: Callable[[], Any]) -> Any:
         """The output of the target's own `generate`, which reads on in transformers' layers."""
@@ -263,14 +263,14 @@ class Session(DynamicCache):
         self.ids = self.mask = self.kept = None
         self._length = self.shared = 0
         self.forks = False
-        self._saved = SavedStates()
+        self.saved = SavedStates()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         """Another session with its own copy of the keys and values, for a text that branches."""
         layers = self._dynamic_layers() if self.in_slots else copy.deepcopy(self._layers, memo)
         other = _with_layers(self._config, layers, self.ids, self.mask)
         other._models = self._models
-        other._saved, other._is_after = copy.copy(self._saved), self._is_after
+        other.saved, other._is_after = copy.copy(self.saved), self._is_after
         return other
 
     def __reduce__(self) -> Any:

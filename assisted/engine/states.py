@@ -57,7 +57,7 @@ class StateCache(SlotCache):
         super().__init__(rows, limit, right_aligned)
         self.config = config
         self.is_saved = False  # whether the saved states equal the current ones
-        self._saved: list[torch.Tensor] = []
+        self.by_length: list[torch.Tensor] = []
         self._saved_lengths: list[int] = []
         self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
 
@@ -87,20 +87,20 @@ class StateCache(SlotCache):
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the states and of their copies."""
-        return sum(state.nbytes for state in (*self.states(), *self._saved))
+        return sum(state.nbytes for state in (*self.states(), *self.by_length))
 
     def save(self) -> None:
         """Save the current states and lengths."""
         states = self.states()
-        if len(self._saved) != len(states):
-            self._saved = [torch.empty_like(state) for state in states]
-        for saved, state in zip(self._saved, states, strict=True):
+        if len(self.by_length) != len(states):
+            self.by_length = [torch.empty_like(state) for state in states]
+        for saved, state in zip(self.by_length, states, strict=True):
             saved.copy_(state)
         self.is_saved, self._saved_lengths = True, list(self.lengths)
 
     def go_back(self) -> None:
         """Restore states and lengths to what they were at the last `save`."""
-        for saved, state in zip(self._saved, self.states(), strict=True):
+        for saved, state in zip(self.by_length, self.states(), strict=True):
             state.copy_(saved)
         self.lengths, self.is_saved = list(self._saved_lengths), True
 
@@ -264,34 +264,34 @@ class SavedStates:
     """
 
     def __init__(self) -> None:
-        self._saved: dict[int, list[Any]] = {}  # by the number of tokens read, ascending
+        self.by_length: dict[int, list[Any]] = {}  # by the number of tokens read, ascending
 
     @property
     def layers(self) -> list[Any]:
         """All that is kept."""
-        return [layer for layers in self._saved.values() for layer in layers]
+        return [layer for layers in self.by_length.values() for layer in layers]
 
     def save(self, length: int, layers: list[Any]) -> None:
         """Copy what layers hold after `length` tokens; nothing if their keys and values can be cut off."""
-        if length in self._saved or all(type(layer) is DynamicLayer for layer in layers):
+        if length in self.by_length or all(type(layer) is DynamicLayer for layer in layers):
             return
-        self._saved = dict(sorted({**self._saved, length: [_without_whole(layer) for layer in layers]}.items()))
-        while len(self._saved) > MOST_SAVED or sum(map(nbytes_of, self.layers)) > MOST_SAVED_BYTES:
-            del self._saved[min(pairwise([0, *self._saved]), key=lambda gap: gap[1] - gap[0])[1]]
+        self.by_length = dict(sorted({**self.by_length, length: [_without_whole(layer) for layer in layers]}.items()))
+        while len(self.by_length) > MOST_SAVED or sum(map(nbytes_of, self.layers)) > MOST_SAVED_BYTES:
+            del self.by_length[min(pairwise([0, *self.by_length]), key=lambda gap: gap[1] - gap[0])[1]]
 
     def keep(self, length: int) -> None:
         """Drop what more than `length` tokens are part of."""
-        self._saved = {read: layers for read, layers in self._saved.items() if read <= length}
+        self.by_length = {read: layers for read, layers in self.by_length.items() if read <= length}
 
     def restored(self, length: int, layers: list[Any]) -> tuple[int, list[Any]] | None:
         """The longest kept beginning of at most `length` tokens: how many, and its layers. None if there is none.
 
         layers: of the present text, which begins with it.
         """
-        read = max((read for read in self._saved if read <= length), default=None)
+        read = max((read for read in self.by_length if read <= length), default=None)
         if read is None:
             return None
-        found = [copy.deepcopy(layer) for layer in self._saved[read]]
+        found = [copy.deepcopy(layer) for layer in self.by_length[read]]
         for layer, present in zip(found, layers, strict=True):
             if type(layer) in _WHOLE and present.keys is not None:
                 layer.keys, layer.values = present.keys[:, :, :read], present.values[:, :, :read]

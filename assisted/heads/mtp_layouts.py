@@ -80,7 +80,7 @@ class GGUFLayout(MTPLayout):
         k, part, rest = name.split(".", 2)
         if part != "layer":
             return super().stored(name)
-        stem, _, ending = rest.replace("_correction_bias", "_correction.bias").rpartition(".")
+        stem, _, ending = re.sub("_(?=bias$)", ".", rest).rpartition(".")
         place = f"model.layers.{self.layers + int(k)}.{stem}"
         return f"{self.named(place) or place}.{ending}"
 

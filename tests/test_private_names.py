@@ -23,7 +23,6 @@ STILL_USED: dict[str, set[str]] = {
     "test_cache.py": {"_GROWTH"},
     "test_cli.py": {"_EXAMPLES", "_MODELS", "_brought", "_console", "_parser"},
     "test_compiled.py": {"_WIDE"},
-    "test_controller.py": {"_lengths", "_share_of_weights"},
     "test_counts.py": {"_forward"},
     "test_distribution.py": {"_NOT_YET", "_PREFIX_FREE", "_PREFIX_READING", "_apply"},
     "test_doctor.py": {"_near", "_quick", "_way"},

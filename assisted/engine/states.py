@@ -57,7 +57,7 @@ class StateCache(SlotCache):
         super().__init__(rows, limit, right_aligned)
         self.config = config
         self.is_saved = False  # whether the saved states equal the current ones
-        self.by_length: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
         self._saved_lengths: list[int] = []
         self.layers = [self._own(layer) for layer in DynamicCache(config=config).layers]
 
@@ -87,20 +87,20 @@ class StateCache(SlotCache):
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
         """Bytes of the states and of their copies."""
-        return sum(state.nbytes for state in (*self.states(), *self.by_length))
+        return sum(state.nbytes for state in (*self.states(), *self._saved))
 
     def save(self) -> None:
         """Save the current states and lengths."""
         states = self.states()
-        if len(self.by_length) != len(states):
-            self.by_length = [torch.empty_like(state) for state in states]
-        for saved, state in zip(self.by_length, states, strict=True):
+        if len(self._saved) != len(states):
+            self._saved = [torch.empty_like(state) for state in states]
+        for saved, state in zip(self._saved, states, strict=True):
             saved.copy_(state)
         self.is_saved, self._saved_lengths = True, list(self.lengths)
 
     def go_back(self) -> None:
         """Restore states and lengths to what they were at the last `save`."""
-        for saved, state in zip(self.by_length, self.states(), strict=True):
+        for saved, state in zip(self._saved, self.states(), strict=True):
             state.copy_(saved)
         self.lengths, self.is_saved = list(self._saved_lengths), True
 

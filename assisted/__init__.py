@@ -10,10 +10,16 @@ from importlib import import_module
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from .moved import MovedFinder
+
 if TYPE_CHECKING:
-    from . import acceptance, lengths, report, zoo
+    from . import lengths, zoo
     from .configuration import AssistedConfig
-    from .drafters import (
+    from .core import acceptance, report
+    from .core.lossy import LossyTypical
+    from .engine.pool import SessionPool
+    from .grammars import GrammarProcessor, PrefixProcessor
+    from .methods import (
         MTP,
         Assistant,
         Candidates,
@@ -32,9 +38,6 @@ if TYPE_CHECKING:
         Suffix,
         TokenRecycling,
     )
-    from .engine.pool import SessionPool
-    from .grammars import GrammarProcessor, PrefixProcessor
-    from .lossy import LossyTypical
     from .modeling import AssistedModelForCausalLM
 else:
     _HOMES = {"AssistedConfig": "configuration", "AssistedModelForCausalLM": "modeling", "LossyTypical": "lossy"}
@@ -43,7 +46,7 @@ else:
     def __getattr__(name: str) -> Any:
         """A class of `__all__`, or a submodule, which is imported now."""
         if name in __all__ and name[0].isupper():
-            return getattr(import_module(f"assisted.{_HOMES.get(name, 'drafters')}"), name)
+            return getattr(import_module(f"assisted.{_HOMES.get(name, 'methods')}"), name)
         try:
             if not name.startswith("_"):
                 return import_module(f"assisted.{name}")
@@ -86,6 +89,8 @@ __all__ = [
     "zoo",
 ]
 __version__ = "0.1.0"
+
+sys.meta_path.insert(0, MovedFinder())  # before the one that finds files, which would load a moved package twice
 
 # "-m" is the name of the program while `python -m assisted` imports the package
 if PurePath(*getattr(sys, "argv", [""])[:1]).stem not in ("assisted", "-m"):

@@ -40,7 +40,7 @@ The text is the same as without it. The Python package `assisted` does the work.
 """
 
 try:
-    from assisted.handover.custom_generate import drafting_with
+    from assisted.lab.handover.custom_generate import drafting_with
 except ImportError as error:
     raise ImportError(
         "custom_generate: the Python package `assisted` drafts for this model, and is not installed here. Install it, or call "

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
+from .core.clock import Stopwatch
+from .core.drafts import Draft, Round
+from .core.host import is_out_of_memory
+from .core.report import Recorder
+from .core.text import Text
 from .distribution import Distribution
-from .drafters.guarded import Guarded
-from .drafts import Draft, Round
-from .engine.clock import Stopwatch
-from .engine.host import is_out_of_memory
 from .engine.runner import CachedModel
 from .lengths.base import Length
-from .report import Recorder
-from .text import Text
+from .methods.shared.guarded import Guarded
 from .verification import judge, judge_in_lockstep
 
 CHECK_INVARIANTS = False  # enabled by tests: every round checks that slots and text agree

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
-from .drafts import Draft
-from .engine.host import on_device
+from .core.drafts import Draft
+from .core.host import on_device
+from .core.lossy import LossyTypical
+from .core.text import Text
 from .engine.libraries import processors
 from .engine.trust import blamed
 from .grammars.processor import Grammar, PrefixProcessor, grammar_of
-from .lossy import LossyTypical
-from .text import Text
 
 # These depend on the scores alone, not on the prefix: one call processes all positions of a draft.
 _PREFIX_FREE = processors(

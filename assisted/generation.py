@@ -30,9 +30,11 @@ from .calls.inputs import LoopInputs
 from .calls.prompt import hand_back, leave, read_prompt, read_to_the_end
 from .calls.settings import Settings
 from .calls.words import set_in, setting_of
+from .core.clock import now
+from .core.report import Recorder
+from .core.text import Text
 from .decoding import decode
 from .distribution import Distribution, Draws
-from .engine.clock import now
 from .engine.cross import Encoded
 from .engine.libraries import CACHE, forget_prepared, pad_token
 from .engine.parts import unwrapped
@@ -43,8 +45,6 @@ from .engine.ranks import Ranks, fingerprint
 from .engine.runner import CachedModel
 from .engine.session import Session
 from .lengths.base import Length
-from .report import Recorder
-from .text import Text
 
 _OTHER_MODE = "this generation mode is neither greedy nor sampling"
 _MODES = ("greedy_search", "sample")

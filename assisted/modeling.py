@@ -38,9 +38,10 @@ from .calls.words import (
     without,
 )
 from .configuration import AssistedConfig
-from .drafters import Drafter, Spec
-from .drafts import Round
-from .engine.clock import now
+from .core.clock import now
+from .core.drafts import Round
+from .core.lossy import LossyTypical
+from .core.report import Recorder, Report
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import uncompiled, unwrapped
 from .engine.pool import SessionPool, require_pool
@@ -56,10 +57,9 @@ from .loading.files import loading
 from .loading.gguf import reading_once
 from .loading.quantization import memory_bytes
 from .loading.vocabulary import find_tokenizer
-from .lossy import LossyTypical
 from .many import Answer, Preparation, generate_many
+from .methods import Drafter, Spec
 from .pairing import draft_for, load, other_pair, padding_side, save
-from .report import Recorder, Report
 
 __all__ = ["AssistedModelForCausalLM"]
 

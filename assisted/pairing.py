@@ -14,11 +14,11 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import drafters, lengths, zoo
+from . import lengths, zoo
+from . import methods as drafters
 from .calls.settings import Settings
 from .calls.words import Asked
 from .configuration import AssistedConfig
-from .drafters import Drafter, Spec, Target
 from .engine.parts import device_of
 from .engine.traits import Traits
 from .engine.verifiable import require_verifiable
@@ -29,6 +29,7 @@ from .loading.gguf import named_in, place_of, read_config, unmarked
 from .loading.names import DTYPES
 from .loading.quantization import load_from_gguf, save_target, with_recorded
 from .loading.vocabulary import find_tokenizer
+from .methods import Drafter, Spec, Target
 
 _OTHERS = 2  # drafts of single calls that are kept
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")

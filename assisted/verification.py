@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from . import acceptance
+from .core import acceptance
+from .core.drafts import Draft, levels
+from .core.host import on_device, padded
+from .core.text import Text
 from .distribution import Distribution, probabilities
-from .drafts import Draft, levels
-from .engine.host import on_device, padded
-from .text import Text
 
 Top1 = Callable[[torch.Tensor], torch.Tensor]
-"""Finds the top-1 token of scores, [..., V] -> [...] int64, as `acceptance.top1` does; a target has the fastest way."""
+"""Finds the top-1 token of scores, [..., V] -> [...] int64, as `core.acceptance.top1` does; a target has the fastest way."""
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 

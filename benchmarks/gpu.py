@@ -188,7 +188,9 @@ def markdown(found: Found) -> str:
 
 def table(header: Iterable[str], rows: Iterable[list[Any]]) -> list[str]:
     """The lines of a Markdown table."""
-    from assisted.bench.table import markdown_table  # takes seconds, which processes that measure nothing needn't spend
+    from assisted.lab.bench.table import (
+        markdown_table,  # takes seconds, which processes that measure nothing needn't spend
+    )
 
     return markdown_table(list(header), rows)
 

@@ -27,18 +27,18 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 import assisted
 from assisted import MTP, AssistedModelForCausalLM, DraftModel, DraftTree, Eagle, Merged, zoo
-from assisted.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
-from assisted.bench.clock import now
-from assisted.bench.results import largest_gap, machine
-from assisted.doctor.passes import bandwidth, memory
-from assisted.drafters.model_drafter import ModelDrafter
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
 from assisted.fast.fused import prepare, with_same_bits
 from assisted.fast.graphs import Graphs
+from assisted.lab.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
+from assisted.lab.bench.clock import now
+from assisted.lab.bench.results import largest_gap, machine
+from assisted.lab.doctor.passes import bandwidth, memory
 from assisted.lengths import Adaptive, Fixed
 from assisted.loading.vocabulary import find_tokenizer
+from assisted.methods.shared.model_drafter import ModelDrafter
 from tools.grown import load_target, save
 from tools.grown_head import shipped_head
 

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
-from assisted.bench import (
+from assisted.lab.bench import (
     Bars,
     Measured,
     Method,
@@ -36,8 +36,8 @@ from assisted.bench import (
     sources,
     transformers_assisted,
 )
-from assisted.bench.table import CELLS as BENCH
-from assisted.bench.table import markdown_table, percent
+from assisted.lab.bench.table import CELLS as BENCH
+from assisted.lab.bench.table import markdown_table, percent
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))  # for `tools`

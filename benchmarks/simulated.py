@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from simulation import HOPELESS, PAIRS, Pair, Run, Source, simulate
 
-from assisted.drafters.trees import best_paths
 from assisted.lengths import Adaptive, Confidence, DraftLength, Fixed, adaptive, cost_model, rates
 from assisted.lengths.rates import Rates
+from assisted.methods.shared.trees import best_paths
 
 TOKENS = 1500
 SOURCES = {

@@ -11,10 +11,10 @@ import torch
 from architectures import random_ids
 from pairs import CALL, ROUNDING, no_fallback
 
-from assisted.drafters.base import Drafting
-from assisted.drafters.eagle import EagleDrafting
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.lengths.rates import Rates
+from assisted.methods.eagle.draft import EagleDrafting
+from assisted.methods.shared.base import Drafting
 
 __all__ = [
     *(

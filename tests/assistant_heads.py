@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from assisted.engine.needs import Needs
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
-from assisted.heads.assistant import AssistantHead, Keys, fields_for
+from assisted.methods.assistant.head import AssistantHead, Keys, fields_for
 
 __all__ = ["gemma4", "keys_of", "random_assistant", "trained_assistant"]
 

@@ -13,10 +13,10 @@ from architectures import made_once
 from eagle_heads import features_of, learn, written
 from transformers import PreTrainedModel
 
-from assisted.heads.block import BlockHead
-from assisted.heads.block_config import BlockConfig
-from assisted.heads.eagle_config import SLIDING
-from assisted.training.block import after, draft_blocks, teacher_forced
+from assisted.methods.dflash.config import BlockConfig
+from assisted.methods.dflash.head import BlockHead
+from assisted.methods.dflash.train import after, draft_blocks, teacher_forced
+from assisted.methods.eagle.config import SLIDING
 
 __all__ = ["Reference", "random_block", "trained_block"]
 

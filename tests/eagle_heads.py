@@ -13,11 +13,11 @@ import torch
 from architectures import made_once, random_ids
 from transformers import DynamicCache, PreTrainedModel
 
-from assisted.drafters.eagle import needs_of
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
-from assisted.heads.eagle import EagleConfig, EagleHead
-from assisted.training.masks import unrolled_mask
+from assisted.methods.eagle.draft import needs_of
+from assisted.methods.eagle.head import EagleConfig, EagleHead
+from assisted.methods.shared.training.masks import unrolled_mask
 
 __all__ = ["features_of", "learn", "random_head", "trained_head", "unrolled_loss", "written"]
 

@@ -164,7 +164,7 @@ def write_hybrid(file: Path, kind: str = "F32", mtp: bool = True) -> Path:
     from transformers import AutoConfig, AutoTokenizer
 
     from assisted import zoo
-    from assisted.handover.gguf import add_tokenizer
+    from assisted.lab.handover.gguf import add_tokenizer
 
     source = Path(zoo.folder("hybrid"))
     config: Any = AutoConfig.from_pretrained(source)

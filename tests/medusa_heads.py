@@ -10,7 +10,7 @@ from architectures import made_once, random_ids
 from transformers import PreTrainedModel
 
 from assisted.engine.parts import find_layers
-from assisted.heads.medusa import MedusaHeads, output_size
+from assisted.methods.medusa.head import MedusaHeads, output_size
 
 __all__ = ["knowing", "knowing_what_follows", "random_heads"]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assisted.drafters import METHODS
+from assisted.methods import METHODS
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods" / "index.md"
 BEGIN, END = "<!-- methods:begin -->", "<!-- methods:end -->"
@@ -23,7 +23,7 @@ class Line:
     """A line of the table: what the code does not know of a method.
 
     Args:
-        method: the name in `assisted.drafters.METHODS`.
+        method: the name in `assisted.methods.METHODS`.
         written: what is passed as `draft=`.
         needs: what has to be there.
         example: what is passed for the shipped target, as Python; None takes what is written.

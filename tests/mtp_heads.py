@@ -10,7 +10,7 @@ from architectures import made_once
 from eagle_heads import features_of, learn, unrolled_loss, written
 from transformers import PreTrainedModel
 
-from assisted.heads.mtp import MTPHead, SequentialMTP, first_tensors
+from assisted.methods.mtp.head import MTPHead, SequentialMTP, first_tensors
 
 __all__ = ["random_layers", "random_mtp", "trained_layers", "trained_mtp"]
 

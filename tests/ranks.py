@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from assisted import AssistedModelForCausalLM, DraftTree, Eagle, LayerSkip, Medusa
-from assisted.drafters.base import Call, Drafter, Drafting
-from assisted.drafts import Draft, DraftingStopped
+from assisted.core.drafts import Draft, DraftingStopped
+from assisted.core.text import Text
 from assisted.engine.ranks import ranks_of
-from assisted.text import Text
+from assisted.methods.shared.base import Call, Drafter, Drafting
 
 TOKENS = 24
 CALL = {"max_new_tokens": TOKENS, "eos_token_id": None, "pad_token_id": 0}

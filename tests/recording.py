@@ -12,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from assisted.drafters import eagle, model_drafter
 from assisted.engine.prepared import PreparedModule
 from assisted.fast import fused, graphs
 from assisted.fast.capture import Captured, CudaGraphs, HostRead, NoHostReads
+from assisted.methods.eagle import draft as eagle
+from assisted.methods.shared import model_drafter
 
 
 def record_captures(patch: Any) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from assisted.drafts import Draft, Round
+from assisted.core.drafts import Draft, Round
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 

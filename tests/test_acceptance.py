@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from assisted import acceptance
-from assisted.acceptance import (
+from assisted.core import acceptance
+from assisted.core.acceptance import (
     block,
     block_probabilities,
     by_inversion,

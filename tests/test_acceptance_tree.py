@@ -32,11 +32,12 @@ from test_acceptance import (
 )
 from torch import Tensor
 
-from assisted import acceptance, verification
-from assisted.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
+from assisted import verification
+from assisted.core import acceptance
+from assisted.core.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
+from assisted.core.drafts import Draft
 from assisted.distribution import Distribution
-from assisted.drafters.trees import merge
-from assisted.drafts import Draft
+from assisted.methods.shared.trees import merge
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ DIRECTIVES = re.findall(r"^::: ([\w.]+)$", TEXT, re.M)
 # modules that a user imports from; all of their `__all__` is public
 MODULES = [
     "assisted",
-    "assisted.acceptance",
-    "assisted.bench",
+    "assisted.core.acceptance",
+    "assisted.lab.bench",
     "assisted.chat",
     "assisted.lengths",
-    "assisted.drafters.base",
-    "assisted.drafters.lookup",
-    "assisted.drafts",
-    "assisted.heads.eagle_formats",
+    "assisted.methods.shared.base",
+    "assisted.methods.shared.lookup",
+    "assisted.core.drafts",
+    "assisted.methods.eagle.formats",
     "assisted.lengths",
     "assisted.loading.quantization",
     "assisted.serving",
-    "assisted.training.trainer",
+    "assisted.lab.training.trainer",
     "assisted.zoo",
 ]
 SAYS_ITSELF = {"generator"}  # wherever something is drawn

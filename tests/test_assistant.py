@@ -19,15 +19,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.generation.utils import _speculative_sampling
 
 from assisted import Assistant, AssistedModelForCausalLM
-from assisted.drafters import METHODS, eagle, parse, registry
-from assisted.drafters.assistant import AssistantDrafter, AssistantDrafting, AssistantReader, Step
-from assisted.drafters.base import Room
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.recurrent import target_runner
 from assisted.engine.traits import Traits
-from assisted.heads import files
-from assisted.heads.assistant import (
+from assisted.loading.files import local_folder
+from assisted.methods import METHODS, parse
+from assisted.methods.assistant.draft import AssistantDrafter, AssistantDrafting, AssistantReader, Step
+from assisted.methods.assistant.head import (
     AssistantHead,
     Keys,
     Source,
@@ -37,8 +36,10 @@ from assisted.heads.assistant import (
     save_assistant,
     sources_of,
 )
-from assisted.loading.files import local_folder
-from assisted.training.assistant import AssistantSettings, AssistantTraining
+from assisted.methods.assistant.train import AssistantSettings, AssistantTraining
+from assisted.methods.eagle import draft as eagle
+from assisted.methods.shared import files, registry
+from assisted.methods.shared.base import Room
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 FILE = "model.safetensors"

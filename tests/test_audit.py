@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.audit import Model, NotOffered, Sampled, Server, Settings, audit
-from assisted.audit.report import html, told
 from assisted.cli.main import main
+from assisted.lab.audit import Model, NotOffered, Sampled, Server, Settings, audit
+from assisted.lab.audit.report import html, told
 
 SETTINGS = Settings(new_tokens=10, samples=8)
 TEXTS = ["def mean(values):\n    return", "class Stack:\n    def __init__(self):\n", "import os\n\n\ndef read(path):\n"]

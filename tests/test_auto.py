@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from assisted import AssistedModelForCausalLM, QuantizedSelf, Suffix
-from assisted.drafters import MTP, Combined, Eagle, auto
-from assisted.heads.eagle_formats import save_eagle
-from assisted.heads.mtp import MTPHead, first_tensors, save_mtp
+from assisted.methods import MTP, Combined, Eagle, auto
+from assisted.methods.eagle.formats import save_eagle
+from assisted.methods.mtp.head import MTPHead, first_tensors, save_mtp
 
 
 @pytest.fixture(autouse=True)

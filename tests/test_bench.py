@@ -20,15 +20,16 @@ from pairs import pair as built
 from pairs import tokenizer as letters
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from assisted import AssistedModelForCausalLM, bench
-from assisted.bench import held_out, methods, protocol
-from assisted.bench.measure import default_drafts
-from assisted.bench.methods import Method, of_model
-from assisted.bench.prompts import SETS, UNNAMED, of_dataset
-from assisted.bench.protocol import Rules, race, stream
-from assisted.bench.results import largest_gap
-from assisted.bench.table import aligned
+from assisted import AssistedModelForCausalLM
 from assisted.engine.hooks import obstacle
+from assisted.lab import bench
+from assisted.lab.bench import held_out, methods, protocol
+from assisted.lab.bench.measure import default_drafts
+from assisted.lab.bench.methods import Method, of_model
+from assisted.lab.bench.prompts import SETS, UNNAMED, of_dataset
+from assisted.lab.bench.protocol import Rules, race, stream
+from assisted.lab.bench.results import largest_gap
+from assisted.lab.bench.table import aligned
 
 RULES = Rules(new_tokens=24, repeats=2)
 

@@ -15,12 +15,12 @@ from architectures import half_right
 from pairs import pair as built
 from pairs import tokenizer as letters
 
-from assisted import bench
-from assisted.bench import plots
-from assisted.bench.page import page
-from assisted.bench.table import CELLS
 from assisted.cli.main import main
 from assisted.extras import install
+from assisted.lab import bench
+from assisted.lab.bench import plots
+from assisted.lab.bench.page import page
+from assisted.lab.bench.table import CELLS
 
 SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
 
@@ -202,7 +202,7 @@ def test_errors_name_the_argument(
 
 @pytest.mark.slow
 def test_a_compiled_forward_takes_part(folders: Path, questions: Path) -> None:
-    from assisted.bench import methods
+    from assisted.lab.bench import methods
 
     pair, _ = bench.load(str(folders / "target"))
     batches = bench.batches(bench.read([str(questions)], pair.tokenizer, 2))

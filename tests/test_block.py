@@ -19,18 +19,19 @@ from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
 from assisted import AssistedModelForCausalLM, DFlash
-from assisted.drafters import METHODS, eagle, parse
-from assisted.drafters.base import Room
-from assisted.drafters.block import BlockDrafting
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.passes import Inputs
-from assisted.heads.block import BlockHead
-from assisted.heads.block_config import BlockConfig, block_taps
-from assisted.heads.block_runner import Block, BlockRunner
-from assisted.heads.eagle_config import FULL, SLIDING
 from assisted.lengths.rates import Rates
-from assisted.training.block import after, draft_blocks, teacher_forced
+from assisted.methods import METHODS, parse
+from assisted.methods.dflash.config import BlockConfig, block_taps
+from assisted.methods.dflash.draft import BlockDrafting
+from assisted.methods.dflash.head import BlockHead
+from assisted.methods.dflash.runner import Block, BlockRunner
+from assisted.methods.dflash.train import after, draft_blocks, teacher_forced
+from assisted.methods.eagle import draft as eagle
+from assisted.methods.eagle.config import FULL, SLIDING
+from assisted.methods.shared.base import Room
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 WINDOW = {"layer_types": (FULL, SLIDING), "sliding_window": 7}

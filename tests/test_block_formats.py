@@ -14,11 +14,11 @@ from pairs import BY_NAME
 from safetensors.torch import load_file, save_file
 from test_block import VARIANTS
 
-from assisted.drafters import DFlash, parse
-from assisted.drafters.registry import kind_of
-from assisted.heads.block import BlockHead
-from assisted.heads.block_formats import load_block, require_block, save_block
-from assisted.heads.eagle_config import FULL, SLIDING
+from assisted.methods import DFlash, parse
+from assisted.methods.dflash.formats import load_block, require_block, save_block
+from assisted.methods.dflash.head import BlockHead
+from assisted.methods.eagle.config import FULL, SLIDING
+from assisted.methods.shared.registry import kind_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

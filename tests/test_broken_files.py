@@ -14,8 +14,8 @@ from pairs import CALL, tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM
-from assisted.heads.eagle_formats import save_eagle
-from assisted.heads.medusa import MedusaHeads
+from assisted.methods.eagle.formats import save_eagle
+from assisted.methods.medusa.head import MedusaHeads
 
 BREAK = {
     "empty": lambda data: b"",

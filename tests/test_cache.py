@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from assisted.drafters.layer_skip import borrowed
 from assisted.engine import cache as module
 from assisted.engine.cache import SlotCache
 from assisted.engine.traits import Traits
+from assisted.methods.layer_skip import borrowed
 
 CPU = torch.device("cpu")
 LAYERS, HEADS = 2, 2

@@ -19,7 +19,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from assisted import AssistedModelForCausalLM, Candidates
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

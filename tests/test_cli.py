@@ -26,8 +26,8 @@ from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
 from assisted.cli.main import _brought, main
 from assisted.cli.watch import Pieces, Watch
+from assisted.core.report import Report
 from assisted.extras import install
-from assisted.report import Report
 
 CONTEXT = 512
 PROMPT = "def add(self, other):\n    "

@@ -8,12 +8,12 @@ from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, prompt, tokenizer
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Eagle, Merged, QuantizedSelf
-from assisted.drafters import parse, read
-from assisted.drafters.base import Drafting
-from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member
-from assisted.drafts import Draft, DraftingStopped, Round
+from assisted.core.drafts import Draft, DraftingStopped, Round
 from assisted.engine.prepared import CallSettings
 from assisted.lengths import Fixed
+from assisted.methods import parse, read
+from assisted.methods.combined import CombinedDrafting, CombinedLength, Member
+from assisted.methods.shared.base import Drafting
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

@@ -17,9 +17,9 @@ from pairs import CALL, ENDS, ROUNDING, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters.base import Call, Drafter, Drafting
-from assisted.drafts import Draft
-from assisted.text import Text
+from assisted.core.drafts import Draft
+from assisted.core.text import Text
+from assisted.methods.shared.base import Call, Drafter, Drafting
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
 FILLER = 50  # what is drafted for rows that have ended: no padding

@@ -13,14 +13,14 @@ from architectures import ARCHITECTURES, build, half_right, random_ids
 from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, simulate
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench import held_out_prompts
 from assisted.calls.costs import share_of_weights
-from assisted.drafters.combined import CombinedLength, Member
-from assisted.drafts import Round
+from assisted.core.drafts import Round
+from assisted.lab.bench import held_out_prompts
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.cost_model import Timings
 from assisted.lengths.rates import Acceptance
+from assisted.methods.combined import CombinedLength, Member
 
 TOKENS = 2000
 SOURCES = {

@@ -25,7 +25,7 @@ from test_quantization import MODULES, llama
 from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Suffix
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.loading.quantization import NAMES, quantize_copy
 
 CALL: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -8,12 +8,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters import model_drafter
 from assisted.engine import trust
 from assisted.engine.prepared import PreparedModule
 from assisted.engine.runner import CachedModel
 from assisted.fast import fused
 from assisted.lengths import Confidence
+from assisted.methods.shared import model_drafter
 
 LENGTH = 4
 READS = {"item", "tolist", "__bool__", "__int__", "__index__", "__float__", "cpu", "numpy", "nonzero", "equal"}

@@ -17,8 +17,8 @@ from pairs import CALL, pair, prompt
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
-from assisted.handover.custom_generate import report_of
+from assisted.core.drafts import DraftingStopped
+from assisted.lab.handover.custom_generate import report_of
 
 HOSTED: dict[str, Any] = CALL | {"trust_remote_code": True}
 

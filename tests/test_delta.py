@@ -11,7 +11,7 @@ from test_parts import assert_same, snapshot
 from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, decoding, verification
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
 from assisted.engine.libraries import READS_STATES
@@ -25,8 +25,8 @@ from assisted.fast import layers as fused_layers
 from assisted.fast.delta import NativeMixer
 from assisted.fast.layers import DeltaLayer, FusedLayer, FusedMLP
 from assisted.fast.norms import GatedNorm
-from assisted.heads import mtp_fused as heads_fused
-from assisted.heads.runner import HeadRunner
+from assisted.methods.mtp import fused as heads_fused
+from assisted.methods.shared.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]

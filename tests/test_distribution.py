@@ -10,8 +10,8 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
+from assisted.core.drafts import Draft
 from assisted.distribution import _NOT_YET, _PREFIX_FREE, _PREFIX_READING, Distribution, probabilities
-from assisted.drafts import Draft
 
 VOCABULARY = 12
 LENGTHS = [1, 6, 9]  # committed tokens of each row

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from assisted import drafters
+from assisted import methods as drafters
 from assisted.cli.main import main
-from assisted.drafters import registry
+from assisted.methods.shared import registry
 
 pytestmark = pytest.mark.documents
 

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, pair, tokenizer
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench.statistics import Interval
 from assisted.cli.doctor import _quick
 from assisted.cli.main import main
-from assisted.doctor.comparison import Comparison, Written, compare
-from assisted.doctor.diagnosis import Check, Diagnosis, Examination, Settings
-from assisted.doctor.examine import _way, examine, read_prompts
-from assisted.doctor.findings import advice, bottlenecks, told
-from assisted.doctor.forecast import (
+from assisted.fast import fused, native
+from assisted.lab.bench.statistics import Interval
+from assisted.lab.doctor.comparison import Comparison, Written, compare
+from assisted.lab.doctor.diagnosis import Check, Diagnosis, Examination, Settings
+from assisted.lab.doctor.examine import _way, examine, read_prompts
+from assisted.lab.doctor.findings import advice, bottlenecks, told
+from assisted.lab.doctor.forecast import (
     Drafts,
     Expected,
     Recorded,
@@ -35,9 +36,8 @@ from assisted.doctor.forecast import (
     marks,
     tree_columns,
 )
-from assisted.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
-from assisted.doctor.trials import Trials, starts
-from assisted.fast import fused, native
+from assisted.lab.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
+from assisted.lab.doctor.trials import Trials, starts
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import any_parents, walk
 
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine import masks
 
 trees = st.tuples(st.integers(1, 3), st.integers(0, 7)).flatmap(lambda shape: any_parents(*shape))  # [B][n]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import docs_drawings
-from assisted.drafters.suffix_tree import SuffixTree
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
+from assisted.methods.suffix.tree import SuffixTree
 
 pytestmark = pytest.mark.documents
 

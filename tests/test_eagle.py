@@ -18,16 +18,16 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import AutoTokenizer, DynamicCache
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.drafters import Eagle
-from assisted.drafters import eagle as module
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
-from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
 from assisted.lengths.rates import Rates
+from assisted.methods import Eagle
+from assisted.methods.eagle import draft as module
+from assisted.methods.shared.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from assisted import zoo
-from assisted.drafters import DraftModel, Eagle, parse
-from assisted.drafters.registry import kind_of
-from assisted.heads.eagle import EagleConfig, EagleHead
-from assisted.heads.eagle_formats import load_eagle, save_eagle
-from assisted.heads.files import public_name
-from assisted.heads.medusa import MedusaHeads
 from assisted.loading import files
-from assisted.training.masks import unrolled_mask
+from assisted.methods import DraftModel, Eagle, parse
+from assisted.methods.eagle.formats import load_eagle, save_eagle
+from assisted.methods.eagle.head import EagleConfig, EagleHead
+from assisted.methods.medusa.head import MedusaHeads
+from assisted.methods.shared.files import public_name
+from assisted.methods.shared.registry import kind_of
+from assisted.methods.shared.training.masks import unrolled_mask
 
 VOCABULARY, WIDTH, DRAFT = 96, 32, 40
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -9,9 +9,9 @@ from eagle_heads import features_of, random_head, trained_head
 from pairs import ROUNDING, pair
 from transformers import DynamicCache
 
-from assisted.heads.eagle import EagleConfig, windowed
-from assisted.heads.eagle_config import default_taps
-from assisted.training.masks import unrolled_mask
+from assisted.methods.eagle.config import default_taps
+from assisted.methods.eagle.head import EagleConfig, windowed
+from assisted.methods.shared.training.masks import unrolled_mask
 
 SHAPES = [
     {"version": 1},

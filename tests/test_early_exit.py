@@ -12,12 +12,12 @@ from pairs import BY_NAME, ENDS
 from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, EarlyExit
-from assisted.drafters import early_exit
-from assisted.drafters.early_exit import ExitChoice
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine import split, trust
 from assisted.lengths import Confidence
 from assisted.lengths.cost_model import best_speedup
+from assisted.methods.early_exit import draft as early_exit
+from assisted.methods.early_exit.draft import ExitChoice
 
 CALL = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYERS = 6

@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from assisted import AssistedModelForCausalLM, Medusa
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.cross import Encoded
 
 pytestmark = [

@@ -13,12 +13,12 @@ from pairs import BY_NAME, CALL
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters import parse
 from assisted.engine.experts import expected_experts, growth, numbers_read
 from assisted.engine.traits import experts_of
+from assisted.lab.plan.shapes import Shapes
+from assisted.lab.plan.speed import predict, read_per_pass
 from assisted.lengths import COLUMN, Adaptive
-from assisted.plan.shapes import Shapes
-from assisted.plan.speed import predict, read_per_pass
+from assisted.methods import parse
 
 accelerate = pytest.importorskip("accelerate")
 SMALL = {

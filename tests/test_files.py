@@ -14,11 +14,12 @@ from pairs import CALL, pair, prompt
 from safetensors.torch import save_file
 from transformers import dynamic_module_utils
 
-from assisted import AssistedModelForCausalLM, drafters
-from assisted.heads.eagle import EagleHead
-from assisted.heads.eagle_formats import load_eagle, save_eagle
-from assisted.heads.medusa import MedusaHeads
+from assisted import AssistedModelForCausalLM
+from assisted import methods as drafters
 from assisted.loading.files import inside, require_sound
+from assisted.methods.eagle.formats import load_eagle, save_eagle
+from assisted.methods.eagle.head import EagleHead
+from assisted.methods.medusa.head import MedusaHeads
 
 ABSURD = [4000, 10**18, 0, -1, "2", 1.5, float("nan"), float("inf"), True, [2], {}]
 EAGLE_SIZES = ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"]

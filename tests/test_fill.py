@@ -15,14 +15,14 @@ from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SETTINGS, VOCABULARY, count
 from test_suffix import followers, followers_in_tree, tree_of
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Medusa, NGram, Suffix
-from assisted.drafters import parse, read
-from assisted.drafters.base import Drafting
-from assisted.drafters.combined import CombinedDrafting, CombinedLength, Member, of_continued
-from assisted.drafters.ngram import NGramDrafting
-from assisted.drafters.suffix import SuffixDrafter, SuffixDrafting
-from assisted.drafts import Draft, Round
+from assisted.core.drafts import Draft, Round
 from assisted.engine.prepared import CallSettings
 from assisted.lengths import Confidence, Costs
+from assisted.methods import parse, read
+from assisted.methods.combined import CombinedDrafting, CombinedLength, Member, of_continued
+from assisted.methods.ngram import NGramDrafting
+from assisted.methods.shared.base import Drafting
+from assisted.methods.suffix.draft import SuffixDrafter, SuffixDrafting
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

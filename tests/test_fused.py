@@ -13,13 +13,13 @@ from test_delta import compare
 from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters import model_drafter
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.engine.trust import Trust
 from assisted.fast import fused, native, products
+from assisted.methods.shared import model_drafter
 
 FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
 ROUNDING = 1e-4  # the random models' logits have a spread of some units

@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM
 from assisted.engine.cache import SlotCache
 from assisted.fast import native
 from assisted.fast.layers import FusedLayer
-from assisted.heads import fused as module
-from assisted.heads.fused import fused_head, source_of
-from assisted.heads.runner import HeadRunner
+from assisted.methods.eagle import fused as module
+from assisted.methods.eagle.fused import fused_head, source_of
+from assisted.methods.shared.runner import HeadRunner
 
 KINDS = {
     "plain": {},

@@ -15,7 +15,7 @@ from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, _Follow, run, same_text
 
-from assisted import acceptance
+from assisted.core import acceptance
 from assisted.engine import runner as runtime
 from assisted.fast import sources
 

@@ -15,7 +15,7 @@ from pairs import CALL, ENDS, assistedly, no_fallback, pair, plainly, prompt, to
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 
 LONG = CALL | {"max_new_tokens": 40}
 

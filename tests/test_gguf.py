@@ -15,10 +15,10 @@ from pairs import no_fallback
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel, Suffix, zoo
-from assisted.drafters import MTP
 from assisted.fast.low_bit import LowBitLinear
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
+from assisted.methods import MTP
 
 pytest.importorskip("gguf", reason="needs the `gguf` extra")
 

@@ -20,10 +20,10 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from assisted import AssistedModelForCausalLM, Combined, DraftTree, SessionPool, Suffix
 from assisted.distribution import Distribution
-from assisted.drafters.grammar import FEW, Guesses
 from assisted.grammars import GrammarProcessor, Matcher, PrefixProcessor, check_schema
 from assisted.grammars.processor import Grammar, grammar_of
 from assisted.lengths.policies import Never
+from assisted.methods.grammar import FEW, Guesses
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

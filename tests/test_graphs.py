@@ -18,7 +18,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding, zoo
-from assisted.drafts import Draft, DraftingStopped
+from assisted.core.drafts import Draft, DraftingStopped
 from assisted.engine import libraries, shapes, trust
 from assisted.engine import runner as runtime
 from assisted.engine.cache import SlotCache

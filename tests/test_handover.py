@@ -31,11 +31,11 @@ from transformers import (
 
 from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.cli.main import main
-from assisted.handover import ENGINES, hand_over
-from assisted.heads.eagle import EagleHead
-from assisted.heads.eagle_config import EagleConfig
-from assisted.heads.eagle_formats import load_eagle, save_eagle
-from assisted.heads.medusa import MedusaHeads
+from assisted.lab.handover import ENGINES, hand_over
+from assisted.methods.eagle.config import EagleConfig
+from assisted.methods.eagle.formats import load_eagle, save_eagle
+from assisted.methods.eagle.head import EagleHead
+from assisted.methods.medusa.head import MedusaHeads
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -419,7 +419,7 @@ def test_what_gguf_files_cannot_hold(models_of: Path, tmp_path: Path, monkeypatc
         with pytest.raises(ValueError, match=f"^target: .*{message}.*convert_hf_to_gguf"):
             hand_over("llamacpp", folder, tmp_path / "out", "ngram")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("assisted.handover.gguf._interleaved", lambda values, heads: values)
+    monkeypatch.setattr("assisted.lab.handover.gguf._interleaved", lambda values, heads: values)
     with pytest.raises(ValueError, match=r"^target: .*q_proj.*read back"):
         hand_over("llamacpp", models_of / "target", tmp_path / "wrong", "ngram")
     assert not (tmp_path / "wrong" / "target.gguf").exists()

@@ -10,12 +10,12 @@ from transformers import LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle
 from assisted.distribution import Distribution
-from assisted.drafters.eagle import HeadDrafting
 from assisted.engine.agreement import apart
 from assisted.fast import head_steps
-from assisted.heads.fused import fused_head
-from assisted.heads.runner import HeadRunner
 from assisted.lengths import Confidence
+from assisted.methods.eagle.draft import HeadDrafting
+from assisted.methods.eagle.fused import fused_head
+from assisted.methods.shared.runner import HeadRunner
 
 pytestmark = [needed, pytest.mark.usefixtures("invariants")]
 FORMS = ["plain", "norm before residual", "norms before the fusion", "reduced vocabulary", "biases", "qwen3 layer"]

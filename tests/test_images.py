@@ -23,7 +23,7 @@ from test_sampling import ALPHA, p_value
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.traits import Traits
 
 pytestmark = pytest.mark.usefixtures("invariants")

@@ -16,9 +16,9 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from assisted import AssistedModelForCausalLM
+from assisted.core.drafts import Draft
+from assisted.core.text import Text
 from assisted.distribution import Distribution
-from assisted.drafts import Draft
-from assisted.text import Text
 from assisted.verification import judge, judge_in_lockstep
 
 SAMPLED = {"do_sample": True, "top_k": 0}

@@ -13,8 +13,6 @@ from pairs import BY_NAME
 from test_parts import assert_same, snapshot
 
 from assisted import AssistedModelForCausalLM, LayerSkip
-from assisted.drafters import layer_skip
-from assisted.drafters.layer_skip import SkipSearch
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs
 from assisted.engine.parts import Tap
@@ -23,6 +21,8 @@ from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.fast.layers import FusedLayer
 from assisted.lengths.cost_model import best_speedup
+from assisted.methods import layer_skip
+from assisted.methods.layer_skip import SkipSearch
 
 CALL = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LAYERS = 6

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from assisted.drafts import Round
+from assisted.core.drafts import Round
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, policies, resolve, to_dict
 from assisted.lengths.adaptive import Adaptive
 

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, build, random_ids
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine import libraries
 
 LACKING = {

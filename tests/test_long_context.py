@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation.streamers import BaseStreamer
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters import ModelDrafter
-from assisted.drafters.ngram import NGramIndex
-from assisted.drafters.suffix_tree import SuffixTree
 from assisted.engine import trust
+from assisted.methods import ModelDrafter
+from assisted.methods.ngram import NGramIndex
+from assisted.methods.suffix.tree import SuffixTree
 
 SHORT, LONG = 50, 400
 

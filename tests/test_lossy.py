@@ -12,7 +12,7 @@ from test_sampling import pair as sampled_pair  # noqa: F401  a fixture
 from trees import any_parents, walk
 
 from assisted import LossyTypical
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 
 VOCABULARY, NODES = 6, 5
 

@@ -18,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.drafters.quantized_self import CopyDrafter
 from assisted.fast import native
 from assisted.fast.fused import fused
 from assisted.fast.layers import FusedLayer
@@ -26,6 +25,7 @@ from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
 from assisted.loading import quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
+from assisted.methods.quantized_self import CopyDrafter
 
 ERROR = {8: 0.02, 4: 0.15}  # relative, of products with Gaussian weights and inputs
 SHAPES = [(1, 64), (17, 33), (30, 40), (48, 32), (64, 576), (100, 80), (129, 16)]

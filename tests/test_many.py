@@ -17,9 +17,9 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import StoppingCriteria
 
 from assisted import AssistedModelForCausalLM, DraftTree, Eagle, Merged, NGram, Suffix
-from assisted.drafters.model_drafter import ModelDrafting
-from assisted.drafters.suffix_tree import END
 from assisted.many import Answer
+from assisted.methods.shared.model_drafter import ModelDrafting
+from assisted.methods.suffix.tree import END
 
 EARLY = CALL | {"eos_token_id": ENDS}
 

@@ -11,9 +11,10 @@ from medusa_heads import knowing, random_heads
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 
 from assisted import AssistedModelForCausalLM, Medusa, Suffix
-from assisted.drafters import medusa, parse
 from assisted.lengths import Costs
 from assisted.lengths.adaptive import Adaptive
+from assisted.methods import parse
+from assisted.methods.medusa import draft as medusa
 
 NEW = 24
 

@@ -10,7 +10,7 @@ from pairs import BY_NAME
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from assisted.heads.medusa import MedusaHeads
+from assisted.methods.medusa.head import MedusaHeads
 
 H, V, HEADS, LAYERS = 6, 9, 3, 2
 SILU = nn.functional.silu
@@ -224,7 +224,7 @@ def test_a_path_may_be_a_hub_id(tmp_path, monkeypatch):
         asked[path] = kwargs
         return str(tmp_path)
 
-    monkeypatch.setattr("assisted.heads.files.snapshot_download", download)
+    monkeypatch.setattr("assisted.methods.shared.files.snapshot_download", download)
     read = MedusaHeads.load("someone/heads", revision="x", dtype=torch.float16, trust_remote_code=True)
     assert asked == {"someone/heads": {"revision": "x"}}
     assert_same(read, heads)

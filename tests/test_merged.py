@@ -11,9 +11,9 @@ from pairs import BY_NAME, CALL, no_fallback
 from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix
+from assisted.core.drafts import Draft
 from assisted.distribution import Distribution
-from assisted.drafters.trees import merge
-from assisted.drafts import Draft
+from assisted.methods.shared.trees import merge
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

@@ -16,7 +16,7 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from test_traps import Remembers
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 
 NEW_TOKENS = 24
 CALL = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0}

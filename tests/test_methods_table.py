@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from assisted import MTP, Assistant, AssistedModelForCausalLM, Candidates, DFlash, Merged, zoo
-from assisted.drafters import METHODS, Target, parse
-from assisted.drafters.guarded import Guarded
-from assisted.drafts import Draft, DraftingStopped
+from assisted.core.drafts import Draft, DraftingStopped
+from assisted.methods import METHODS, Target, parse
+from assisted.methods.shared.guarded import Guarded
 
 PROMPT = "def mean(values):\n    total = 0\n    for value in values:\n        total"
 NAMES = {

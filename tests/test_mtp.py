@@ -18,15 +18,16 @@ from test_eagle import Reference
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, zoo
-from assisted.drafters import METHODS, eagle, parse
-from assisted.drafters.base import Room
-from assisted.drafters.mtp import MTPDrafter, MTPDrafting
 from assisted.engine.cache import SlotCache
-from assisted.heads.mtp import MTPHead, first_tensors, load_mtp, save_mtp
-from assisted.heads.runner import HeadRunner
-from assisted.plan import plan
-from assisted.training.masks import unrolled_mask
-from assisted.training.mtp import MTPSettings, MTPTraining
+from assisted.lab.plan import plan
+from assisted.methods import METHODS, parse
+from assisted.methods.eagle import draft as eagle
+from assisted.methods.mtp.draft import MTPDrafter, MTPDrafting
+from assisted.methods.mtp.head import MTPHead, first_tensors, load_mtp, save_mtp
+from assisted.methods.mtp.train import MTPSettings, MTPTraining
+from assisted.methods.shared.base import Room
+from assisted.methods.shared.runner import HeadRunner
+from assisted.methods.shared.training.masks import unrolled_mask
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 FILE = "model.safetensors"

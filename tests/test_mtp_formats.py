@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Qwen2Confi
 from transformers.modeling_layers import MtpModel
 
 from assisted import zoo
-from assisted.heads import files as head_files
-from assisted.heads.mtp_formats import COUNTS, is_mtp, read_mtp, stored_mtp, why_no_mtp, write_mtp
 from assisted.loading import files as loading_files
+from assisted.methods.mtp.formats import COUNTS, is_mtp, read_mtp, stored_mtp, why_no_mtp, write_mtp
+from assisted.methods.shared import files as head_files
 
 H, E = 32, 3
 SIZES = {

@@ -21,13 +21,13 @@ from test_session import plain_talk, talked, turns
 from transformers import DynamicCache, cache_utils, modeling_layers
 
 from assisted import MTP, AssistedModelForCausalLM
-from assisted.drafters import eagle
-from assisted.drafters.mtp import MTPDrafter, MTPDrafting
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
-from assisted.heads.mtp import MTPHead, SequentialMTP, first_tensors, load_mtp, save_mtp
-from assisted.heads.runner import HeadRunner
 from assisted.lengths.rates import Rates
+from assisted.methods.eagle import draft as eagle
+from assisted.methods.mtp.draft import MTPDrafter, MTPDrafting
+from assisted.methods.mtp.head import MTPHead, SequentialMTP, first_tensors, load_mtp, save_mtp
+from assisted.methods.shared.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 FILE = "model.safetensors"

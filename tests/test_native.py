@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.agreement import agree
 from assisted.engine.cache import SlotCache
 from assisted.engine.needs import Needs

@@ -18,10 +18,10 @@ from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import PreTrainedModel
 
 from assisted import MTP, AssistedModelForCausalLM, Merged
-from assisted.drafters.base import Call, Drafter, Drafting, Spec, Target
-from assisted.drafts import Draft, Round
+from assisted.core.drafts import Draft, Round
+from assisted.core.text import Text
 from assisted.engine.needs import NOTHING, Needs
-from assisted.text import Text
+from assisted.methods.shared.base import Call, Drafter, Drafting, Spec, Target
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
 

@@ -12,11 +12,11 @@ from pairs import BY_NAME, CALL
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from assisted import AssistedModelForCausalLM, NGram
-from assisted.drafters import parse
-from assisted.drafters.lookup import LONGEST_PAUSE, Backoff
-from assisted.drafters.ngram import NGramDrafting, NGramIndex
+from assisted.core.text import Text
 from assisted.lengths.base import Length
-from assisted.text import Text
+from assisted.methods import parse
+from assisted.methods.ngram import NGramDrafting, NGramIndex
+from assisted.methods.shared.lookup import LONGEST_PAUSE, Backoff
 
 texts = st.lists(st.integers(0, 3), max_size=40)
 

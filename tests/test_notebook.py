@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from assisted.notebook import COLOURS, INK, attempt, compare, figure_style, show, slider, table, token_tree
-from assisted.notebook import kit as notebook
+from assisted.lab.notebook import COLOURS, INK, attempt, compare, figure_style, show, slider, table, token_tree
+from assisted.lab.notebook import kit as notebook
 
 
 def doubled(candidate) -> None:

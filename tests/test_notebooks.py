@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 
-from assisted.notebook import kit as notebook
+from assisted.lab.notebook import kit as notebook
 
 pytestmark = pytest.mark.documents
 

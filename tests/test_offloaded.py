@@ -15,7 +15,7 @@ from pairs import BY_NAME, CALL, no_fallback
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, LayerSkip
-from assisted.heads.eagle_formats import save_eagle
+from assisted.methods.eagle.formats import save_eagle
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import is_optimum_quanto_available
 
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 
 MODELS = ["llama", "gpt2", "gemma3", "mistral-window", "bloom", "qwen3_next"]
 

@@ -13,9 +13,9 @@ from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, coun
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
-from assisted.drafters import ModelDrafter
-from assisted.drafters.other_tokenizer import TranslatedDrafter, TranslatedDrafting, _Choice
 from assisted.lengths import Fixed
+from assisted.methods import ModelDrafter
+from assisted.methods.other_tokenizer.draft import TranslatedDrafter, TranslatedDrafting, _Choice
 
 WAYS = [("text",), ("tokens",), ("text", "tokens")]
 PAIRS = ("ab", "cd", "!!", "ef", "MN", "XY")

@@ -22,19 +22,20 @@ from pairs import tokenizer as letters
 from transformers import AutoModelForCausalLM
 
 import assisted
-from assisted import AssistedModelForCausalLM, Suffix, bench, lengths
-from assisted.bench.measure import default_drafts
-from assisted.bench.table import table
+from assisted import AssistedModelForCausalLM, Suffix, lengths
 from assisted.cli.main import main
-from assisted.doctor.diagnosis import Settings
-from assisted.doctor.examine import examine
-from assisted.doctor.findings import told
-from assisted.drafters import METHODS, parse
-from assisted.handover import hand_over
+from assisted.lab import bench
+from assisted.lab.bench.measure import default_drafts
+from assisted.lab.bench.table import table
+from assisted.lab.doctor.diagnosis import Settings
+from assisted.lab.doctor.examine import examine
+from assisted.lab.doctor.findings import told
+from assisted.lab.handover import hand_over
+from assisted.lab.plan import plan
 from assisted.lengths.policies import POLICIES
 from assisted.loading.backends import BACKENDS, find
 from assisted.loading.quantization import memory_bytes
-from assisted.plan import plan
+from assisted.methods import METHODS, parse
 
 OUTSIDE = Path(__file__).parent / "outside"
 ENTRY_POINTS = """
@@ -133,7 +134,7 @@ def test_a_fresh_process_reads_it_back(site: Path, folders: Path, tmp_path: Path
 import sys
 sys.path[:0] = [{str(site)!r}, {str(Path(assisted.__file__).parent.parent)!r}]
 import assisted.modeling
-assisted.drafters.parse("suffix"), assisted.lengths.resolve("adaptive")
+assisted.methods.parse("suffix"), assisted.lengths.resolve("adaptive")
 assert not {{"small_head", "alternating", "plain_int8"}} & sys.modules.keys()
 pair = assisted.AssistedModelForCausalLM.from_pretrained({str(tmp_path)!r})
 print(type(pair.spec).__name__, pair.draft_length, "plain_int8" in sys.modules)
@@ -232,7 +233,7 @@ def test_what_fails_costs_its_own_entry(tmp_path: Path, monkeypatch: pytest.Monk
         ("absent", "'nowhere:Method' raised ModuleNotFoundError"),
         ("another", "TypeError: .* is not a subclass"),
         ("nameless", r"ValueError: Suffix needs @register\('nameless'\)"),
-        ("suffix", "ValueError: 'suffix' is the name of <class 'assisted.drafters.suffix.Suffix'>"),
+        ("suffix", "ValueError: 'suffix' is the name of <class 'assisted.methods.suffix.draft.Suffix'>"),
     ):
         assert sum(re.search(f"{name!r} cannot be used.*{reason}", message) is not None for message in messages) == 1
     with warnings.catch_warnings():

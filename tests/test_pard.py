@@ -14,14 +14,14 @@ from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by, tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, DraftTree, Merged, Pard, Suffix
-from assisted.drafters import Target, parse
-from assisted.drafters.other_tokenizer import TranslatedDrafter
-from assisted.drafters.pard import TOKENS, PardDrafter, PardDrafting
-from assisted.drafters.recurrent_drafter import RecurrentDrafter
-from assisted.drafters.tree_drafter import TreeDrafter
 from assisted.engine.runner import CachedModel
-from assisted.training.masks import rows_of, seen_by
-from assisted.training.pard import PardSettings, PardTraining
+from assisted.methods import Target, parse
+from assisted.methods.draft_model.pard import TOKENS, PardDrafter, PardDrafting
+from assisted.methods.draft_model.recurrent import RecurrentDrafter
+from assisted.methods.draft_model.train_pard import PardSettings, PardTraining
+from assisted.methods.draft_model.tree import TreeDrafter
+from assisted.methods.other_tokenizer.draft import TranslatedDrafter
+from assisted.methods.shared.training.masks import rows_of, seen_by
 
 MASK = 7
 SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral", "bloom", "llama4"]  # also models of 2-D masks, and windows

@@ -14,8 +14,8 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from torch import nn
 
 from assisted import AssistedModelForCausalLM, Merged, Pard
-from assisted.drafters.pard import PardDrafter
-from assisted.drafters.pard2 import FILE, Pard2Drafter, Pard2Drafting
+from assisted.methods.draft_model.pard import PardDrafter
+from assisted.methods.draft_model.pard2 import FILE, Pard2Drafter, Pard2Drafting
 
 MASK, LAYERS, SCALE = 7, [-1, 1], 0.5
 pytestmark = pytest.mark.usefixtures("invariants")

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from test_eagle_formats import EAGLE_3, SPECULATORS, eagle_3, noise, speculators, write
 
 from assisted import AssistedModelForCausalLM, Eagle
-from assisted.drafters.eagle import EagleDrafting
-from assisted.drafters.registry import kind_of
-from assisted.heads.eagle_formats import load_eagle, save_eagle
-from assisted.heads.runner import HeadRunner
-from assisted.training.eagle import EagleSettings, EagleTraining
-from assisted.training.masks import rows_of
+from assisted.methods.eagle.draft import EagleDrafting
+from assisted.methods.eagle.formats import load_eagle, save_eagle
+from assisted.methods.eagle.train import EagleSettings, EagleTraining
+from assisted.methods.shared.registry import kind_of
+from assisted.methods.shared.runner import HeadRunner
+from assisted.methods.shared.training.masks import rows_of
 
 MASK = 7
 SHAPES: dict[str, dict[str, Any]] = {

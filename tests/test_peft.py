@@ -14,9 +14,9 @@ from pairs import BY_NAME, CALL, no_fallback, prompt, tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
-from assisted.drafters import parse
 from assisted.loading.adapters import base_path, has_adapter
 from assisted.loading.quantization import load_quantized
+from assisted.methods import parse
 
 peft = pytest.importorskip("peft")
 

@@ -23,7 +23,6 @@ from transformers import (
 
 from assisted import MTP, AssistedModelForCausalLM, DraftModel, zoo
 from assisted.cli.main import main
-from assisted.drafters import parse
 from assisted.engine.cache import SlotCache
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import expected_masks, masks_of
@@ -32,13 +31,14 @@ from assisted.fast import native
 from assisted.fast.fused import copy_bytes, fused
 from assisted.fast.low_bit import LowBitLinear
 from assisted.fast.products import Product, copied_in, packs
-from assisted.heads.mtp import save_mtp
+from assisted.lab.plan import CARDS, Shapes, Use, parts, plan
+from assisted.lab.plan.devices import bytes_of
+from assisted.lab.plan.speed import read_per_pass
 from assisted.lengths.cost_model import expected_tokens
 from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
-from assisted.plan import CARDS, Shapes, Use, parts, plan
-from assisted.plan.devices import bytes_of
-from assisted.plan.speed import read_per_pass
-from assisted.training.mtp import MTPSettings, MTPTraining
+from assisted.methods import parse
+from assisted.methods.mtp.head import save_mtp
+from assisted.methods.mtp.train import MTPSettings, MTPTraining
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 

@@ -26,10 +26,10 @@ from transformers import DynamicCache, LlamaForCausalLM, pipeline
 
 from assisted import MTP, AssistedModelForCausalLM, SessionPool
 from assisted.chat import Conversation
-from assisted.drafters import eagle
 from assisted.engine import pool as engine_pool
 from assisted.fast import sources
 from assisted.fast.sources import Source
+from assisted.methods.eagle import draft as eagle
 
 PREFIX, NEW = 32, 6  # tokens in common, and of each question
 ORDER = (0, 1, 0, 2, 1, 0)  # of the questions: later ones go on from their own text, others from what is in common

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.drafters.registry import kind_of
-from assisted.handover import hand_over
-from assisted.heads.eagle_formats import LAYOUTS, load_eagle, require_eagle
-from assisted.heads.medusa import MedusaHeads
-from assisted.plan import plan
+from assisted.lab.handover import hand_over
+from assisted.lab.plan import plan
+from assisted.methods.eagle.formats import LAYOUTS, load_eagle, require_eagle
+from assisted.methods.medusa.head import MedusaHeads
+from assisted.methods.shared.registry import kind_of
 
 Fields = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -288,7 +288,7 @@ def test_what_is_read_wrongly_says_something_else(mutant: Any, tmp_path: Path) -
 
 def test_a_d2t_read_as_ids_drafts_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, *reduced(*shipped()))
-    monkeypatch.setattr("assisted.heads.base.StateHead.draft_tokens", property(lambda head: head.d2t))
+    monkeypatch.setattr("assisted.methods.shared.heads.StateHead.draft_tokens", property(lambda head: head.d2t))
     assert not torch.equal(said_by(load_eagle(folder, target())), expected(REDUCED))
     assert tokens_of(f"eagle:{folder}") < REDUCED
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from assisted.drafters import Suffix, registry
-from assisted.plan import Shapes, Use, parts
+from assisted.lab.plan import Shapes, Use, parts
+from assisted.methods import Suffix
+from assisted.methods.shared import registry
 
 pytestmark = pytest.mark.documents
 

@@ -21,8 +21,7 @@ from test_sampling import tiny as tiny_llama
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters.base import Drafter, Drafting
-from assisted.drafts import Draft, DraftingStopped
+from assisted.core.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
 from assisted.engine.agreement import apart
@@ -34,6 +33,7 @@ from assisted.engine.stepped import Steps
 from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import masks_of, require_verifiable
+from assisted.methods.shared.base import Drafter, Drafting
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT + REFUSED}
 NAMES = [architecture.name for architecture in RECURRENT]

@@ -15,9 +15,9 @@ from test_sampling import ALPHA, NEW_TOKENS, PROMPT, Doubled, counts, exact_dist
 from transformers import LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, TokenRecycling
-from assisted.drafters import parse, recycle
-from assisted.drafters.recycle import RANKS, RecyclingDrafter, RecyclingDrafting, shape
-from assisted.drafts import Round
+from assisted.core.drafts import Round
+from assisted.methods import parse, recycle
+from assisted.methods.recycle import RANKS, RecyclingDrafter, RecyclingDrafting, shape
 
 pytestmark = pytest.mark.usefixtures("invariants")
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from assisted.drafts import Round
-from assisted.report import Recorder, Report
+from assisted.core.drafts import Round
+from assisted.core.report import Recorder, Report
 
 
 def recorded():

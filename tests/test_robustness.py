@@ -24,10 +24,11 @@ from transformers import (
     TextStreamer,
 )
 
-from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram, text
-from assisted.drafters.other_tokenizer import TranslatedDrafter
+from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram
+from assisted.core import text
 from assisted.engine import cache as slots
 from assisted.lengths import Adaptive, Confidence, Fixed
+from assisted.methods.other_tokenizer.draft import TranslatedDrafter
 
 ROWS = [1, 4]
 CONTEXT = 32

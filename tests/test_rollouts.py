@@ -116,7 +116,7 @@ def test_a_copy_that_cannot_be_made_again_goes_on_as_it_was(monkeypatch: pytest.
     def fails(*args: Any) -> Any:
         raise ValueError("quantization: of the test")
 
-    monkeypatch.setattr("assisted.drafters.quantized_self.quantize_copy", fails)
+    monkeypatch.setattr("assisted.methods.quantized_self.quantize_copy", fails)
     with torch.no_grad():
         target.lm_head.weight[0, 0] += 1.0
     for attempt in range(2):

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from assisted import AssistedModelForCausalLM, Suffix
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.rope import Change, change_of, reads_anew_at
 from assisted.engine.runner import CachedModel
 

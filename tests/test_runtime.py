@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.hooks import is_untouched
 from assisted.engine.prepared import PreparedModule

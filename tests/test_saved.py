@@ -13,8 +13,8 @@ from pairs import CALL, pair, prompt
 from test_methods import assisted_without_fallback
 
 from assisted import AssistedModelForCausalLM, EarlyExit, LayerSkip
-from assisted.drafters import METHODS as SPECS
-from assisted.drafters import parse, read
+from assisted.methods import METHODS as SPECS
+from assisted.methods import parse, read
 
 OF_A_FOLDER = ("pard", "eagle-1, chains", "eagle-3, trees", "mtp, chains", "assistant, trees", "dflash, chains")
 

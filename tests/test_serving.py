@@ -19,9 +19,9 @@ import torch
 from pairs import pair
 
 from assisted import AssistedModelForCausalLM, SessionPool
-from assisted.audit import Server as Audited
-from assisted.audit import Settings, audit
 from assisted.cli.main import main
+from assisted.lab.audit import Server as Audited
+from assisted.lab.audit import Settings, audit
 from assisted.serving import Server
 from assisted.serving.server import Pieces
 

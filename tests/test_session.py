@@ -23,10 +23,11 @@ from pairs import BY_NAME, CALL, pair, said_by
 from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, DFlash, Eagle, Merged
-from assisted.drafters import DraftModel, eagle
 from assisted.engine import cache
 from assisted.engine import states as engine_states
 from assisted.engine.cache import SlotCache, SlotLayer
+from assisted.methods import DraftModel
+from assisted.methods.eagle import draft as eagle
 
 TURNS = 4
 NEW = 6  # tokens of a user's turn

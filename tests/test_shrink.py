@@ -23,15 +23,15 @@ from transformers import AutoConfig
 
 from assisted import AssistedModelForCausalLM, DFlash, DraftTree, Eagle
 from assisted.cli.main import main
-from assisted.drafters.model_drafter import ModelDrafting
-from assisted.drafters.recurrent_drafter import RecurrentDrafter
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.kept import KEY, Kept, kept_tokens, over_all, with_kept_output, written
-from assisted.heads.block_formats import save_block
-from assisted.heads.eagle_formats import save_eagle
-from assisted.heads.mtp import save_mtp
-from assisted.training.data import Text
-from assisted.training.shrink import coverage, shrink_vocabulary, shrunk_head
+from assisted.lab.training.shrink import coverage, shrink_vocabulary, shrunk_head
+from assisted.methods.dflash.formats import save_block
+from assisted.methods.draft_model.recurrent import RecurrentDrafter
+from assisted.methods.eagle.formats import save_eagle
+from assisted.methods.mtp.head import save_mtp
+from assisted.methods.shared.model_drafter import ModelDrafting
+from assisted.methods.shared.training.data import Text
 
 pytestmark = pytest.mark.usefixtures("invariants")
 SOME = torch.tensor([2, 3, 7, 11, 12, 13, 20, 33])

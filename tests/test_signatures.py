@@ -12,7 +12,7 @@ from pairs import BY_NAME, prompt
 from transformers import LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine import verifiable as trial
 from assisted.engine.signatures import generate_passes, takes
 from assisted.engine.verifiable import TESTED, require_verifiable

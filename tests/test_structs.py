@@ -20,8 +20,8 @@ from assisted.engine.cache import SlotCache
 from assisted.fast import delta, fused, native, structs
 from assisted.fast.head_steps import Shape
 from assisted.fast.structs import OtherLayout, columns_of, offset, pointer, require_layout
-from assisted.heads.fused import fused_head
-from assisted.heads.runner import HeadRunner
+from assisted.methods.eagle.fused import fused_head
+from assisted.methods.shared.runner import HeadRunner
 
 HYBRID = next(architecture for architecture in RECURRENT if architecture.name == "qwen3_5")
 

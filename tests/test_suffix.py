@@ -14,10 +14,11 @@ from pairs import BY_NAME, CALL, ENDS, prompt, tokenizer
 from test_ngram import call, lines_run, text_of
 
 from assisted import AssistedModelForCausalLM, Suffix
-from assisted.drafters import Target, parse, read, suffix
-from assisted.drafters.suffix import SuffixDrafter, SuffixDrafting
-from assisted.drafters.suffix_tree import END, KEPT, SuffixTree
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
+from assisted.methods import Target, parse, read
+from assisted.methods.suffix import draft as suffix
+from assisted.methods.suffix.draft import SuffixDrafter, SuffixDrafting
+from assisted.methods.suffix.tree import END, KEPT, SuffixTree
 
 LONG = CALL | {"max_new_tokens": 40}
 corpora = st.lists(st.lists(st.integers(0, 3), max_size=25), min_size=1, max_size=3)

@@ -19,8 +19,8 @@ from pairs import BY_NAME, CALL, pair, tokenizer
 from safetensors.torch import load_file, save_file
 
 from assisted import AssistedModelForCausalLM, Suffix
-from assisted.drafters.suffix_memory import Memory, OtherTokenizer, cut
-from assisted.drafters.suffix_tree import END
+from assisted.methods.suffix.memory import Memory, OtherTokenizer, cut
+from assisted.methods.suffix.tree import END
 
 LONG = CALL | {"max_new_tokens": 40}
 

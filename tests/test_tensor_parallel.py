@@ -19,13 +19,13 @@ from ranks import TOKENS, whole
 from test_docs import blocks
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from assisted.drafters.base import Drafting
-from assisted.drafters.guarded import Agreed
-from assisted.drafts import Draft, DraftingStopped
+from assisted.core.drafts import Draft, DraftingStopped
+from assisted.core.text import Text
 from assisted.engine import trust
 from assisted.engine.prepared import CallSettings
 from assisted.engine.ranks import ALONE, Ranks, fingerprint, ranks_of
-from assisted.text import Text
+from assisted.methods.shared.base import Drafting
+from assisted.methods.shared.guarded import Agreed
 
 SECONDS = 500  # both processes import torch on what may be a busy machine; a process that waits in vain gives up sooner
 

@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from assisted.text import Text
+from assisted.core.text import Text
 
 PAD, EOS = 0, 1
 LETTERS = "abc"  # tokens 2, 3, 4

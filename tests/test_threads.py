@@ -14,11 +14,11 @@ from pairs import BY_NAME, CALL, said_by, tokenizer
 from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
-from assisted.drafters.early_exit import ExitChoice
-from assisted.drafters.layer_skip import SkipSearch
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.cache import SlotCache
 from assisted.lengths import rates
+from assisted.methods.early_exit.draft import ExitChoice
+from assisted.methods.layer_skip import SkipSearch
 
 THREADS = 4
 TURNS = 2

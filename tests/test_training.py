@@ -18,24 +18,25 @@ from pairs import tokenizer as tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import MTP, AssistedModelForCausalLM
-from assisted.drafters.mtp import MTPDrafting
 from assisted.extras import install
-from assisted.heads.eagle_formats import load_eagle
-from assisted.heads.medusa import MedusaHeads
-from assisted.heads.mtp import load_mtp
-from assisted.training import checkpoints, eagle, trainer
-from assisted.training.assistant import AssistantSettings, AssistantTraining
-from assisted.training.block import BlockSettings, BlockTraining
-from assisted.training.data import Text, Windows, pack
-from assisted.training.distill import Distillation, DistillSettings, first_draft
-from assisted.training.eagle import EagleSettings, EagleTraining, frequent_tokens
-from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining, dropped_layers
-from assisted.training.medusa import MedusaSettings, MedusaTraining
-from assisted.training.method import fitting_batch, needs
-from assisted.training.mtp import MTPSettings, MTPTraining
-from assisted.training.pard import PardSettings, PardTraining
-from assisted.training.plan import Plan
-from assisted.training.trainer import train
+from assisted.lab.training import checkpoints, trainer
+from assisted.lab.training.trainer import train
+from assisted.methods.assistant.train import AssistantSettings, AssistantTraining
+from assisted.methods.dflash.train import BlockSettings, BlockTraining
+from assisted.methods.draft_model.train import Distillation, DistillSettings, first_draft
+from assisted.methods.draft_model.train_pard import PardSettings, PardTraining
+from assisted.methods.eagle import train as eagle
+from assisted.methods.eagle.formats import load_eagle
+from assisted.methods.eagle.train import EagleSettings, EagleTraining, frequent_tokens
+from assisted.methods.early_exit.train import EarlyExitSettings, EarlyExitTraining, dropped_layers
+from assisted.methods.medusa.head import MedusaHeads
+from assisted.methods.medusa.train import MedusaSettings, MedusaTraining
+from assisted.methods.mtp.draft import MTPDrafting
+from assisted.methods.mtp.head import load_mtp
+from assisted.methods.mtp.train import MTPSettings, MTPTraining
+from assisted.methods.shared.training.data import Text, Windows, pack
+from assisted.methods.shared.training.method import fitting_batch, needs
+from assisted.methods.shared.training.plan import Plan
 
 PLAN = Plan(steps=6, batch=4, context=16, lr=3e-3, checkpoint_every=2, evaluate_every=3, evaluate_rows=4)
 LAYERS = 4
@@ -657,8 +658,8 @@ def test_compiled_is_the_same(name, target, text):
 
 def test_a_target_writes_what_a_draft_has_to_predict(target, text, tmp_path, monkeypatch):
     """A beginning of the text, then what plain `generate` says; kept for a run that goes on."""
-    from assisted.training import written
-    from assisted.training.written import with_written, write
+    from assisted.lab.training import written
+    from assisted.lab.training.written import with_written, write
 
     monkeypatch.setattr(written, "_ROWS", 4)
     stream = write(target, text.training, 1, seed=3)

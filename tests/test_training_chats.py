@@ -13,8 +13,8 @@ from test_cli import END, MARKED_TEMPLATE, save_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from assisted.cli.main import main
-from assisted.training import chats
-from assisted.training.data import HELD_OUT, Text
+from assisted.lab.training import chats
+from assisted.methods.shared.training.data import HELD_OUT, Text
 
 
 @pytest.fixture(scope="module")

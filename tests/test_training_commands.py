@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from assisted import zoo
 from assisted.cli import train as training
 from assisted.cli.main import main
-from assisted.training.eagle import EagleSettings
-from assisted.training.plan import Plan
+from assisted.methods.eagle.train import EagleSettings
+from assisted.methods.shared.training.plan import Plan
 
 
 @pytest.fixture(scope="module")

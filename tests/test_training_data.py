@@ -13,8 +13,8 @@ import torch
 from pairs import tokenizer as tiny_tokenizer
 
 from assisted.extras import install
-from assisted.training import data
-from assisted.training.data import Windows, pack, read_dataset, read_files, read_text, tokenize
+from assisted.methods.shared.training import data
+from assisted.methods.shared.training.data import Windows, pack, read_dataset, read_files, read_text, tokenize
 from assisted.zoo import corpus
 
 STREAM = np.arange(1000, dtype=np.int32)  # a token tells where it stands

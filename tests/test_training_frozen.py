@@ -8,11 +8,11 @@ from architectures import build
 from pairs import BY_NAME
 from torch import nn
 
-from assisted.training import frozen
-from assisted.training.eagle import EagleSettings, EagleTraining
-from assisted.training.features import Features
-from assisted.training.frozen import RoundedLayers, fits_bfloat16, plain_output, rounded_products
-from assisted.training.mtp import MTPSettings, MTPTraining
+from assisted.methods.eagle.train import EagleSettings, EagleTraining
+from assisted.methods.mtp.train import MTPSettings, MTPTraining
+from assisted.methods.shared.training import frozen
+from assisted.methods.shared.training.features import Features
+from assisted.methods.shared.training.frozen import RoundedLayers, fits_bfloat16, plain_output, rounded_products
 
 SETTING = torch.backends.mkldnn.matmul
 

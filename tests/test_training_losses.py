@@ -7,8 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assisted.training import losses
-from assisted.training.losses import DIVERGENCES, agreement, divergence, divergence_of_states, log_probabilities
+from assisted.methods.shared.training import losses
+from assisted.methods.shared.training.losses import (
+    DIVERGENCES,
+    agreement,
+    divergence,
+    divergence_of_states,
+    log_probabilities,
+)
 
 
 def logits(seed, *shape):

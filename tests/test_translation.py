@@ -7,8 +7,8 @@ from made_tokenizers import byte_level, characters, pieces
 from transformers import AutoTokenizer
 
 from assisted import zoo
-from assisted.drafters.translation import TranslatedText, Translation
 from assisted.loading.vocabulary import Vocabulary
+from assisted.methods.other_tokenizer.translation import TranslatedText, Translation
 
 TOKENIZERS = {
     "target": AutoTokenizer.from_pretrained(zoo.folder("target")),

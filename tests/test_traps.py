@@ -24,7 +24,8 @@ from transformers import (
 )
 from trees import Planted
 
-from assisted import AssistedModelForCausalLM, acceptance
+from assisted import AssistedModelForCausalLM
+from assisted.core import acceptance
 
 MODELS = ["llama", "gpt2", "mistral-window", "gemma3", "bloom"]  # dense, learned positions, windows, ALiBi
 ROWS = [1, 4]

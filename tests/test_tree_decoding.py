@@ -12,10 +12,11 @@ from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny
 from trees import Planted
 
-from assisted import AssistedModelForCausalLM, Merged, Suffix, acceptance
+from assisted import AssistedModelForCausalLM, Merged, Suffix
+from assisted.core import acceptance
+from assisted.core.drafts import Draft
 from assisted.distribution import probabilities
-from assisted.drafters.base import Drafter, Drafting
-from assisted.drafts import Draft
+from assisted.methods.shared.base import Drafter, Drafting
 
 NEW_TOKENS = 20
 ROWS = [1, 3]

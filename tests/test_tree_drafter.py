@@ -10,14 +10,14 @@ from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, no_fallback, tokenizer
 
 from assisted import AssistedModelForCausalLM, DraftModel, DraftTree
-from assisted.drafters.tree_drafter import LARGEST, TreeDrafter
-from assisted.drafters.tree_growth import Offers
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.engine.tree_reader import TreeReader
 from assisted.lengths import Adaptive, Costs
 from assisted.lengths.cost_model import COLUMN, Timings, best_size
+from assisted.methods.draft_model.tree import LARGEST, TreeDrafter
+from assisted.methods.shared.tree_growth import Offers
 
 SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral"]  # learned positions, windows, several masks
 

@@ -18,7 +18,7 @@ from test_runtime import BY_NAME, LIMIT, ROUNDING, Rows, alone
 from trees import any_parents, walk
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix, TokenRecycling
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits

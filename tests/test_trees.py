@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assisted.drafters.trees import best_paths
 from assisted.lengths.cost_model import COLUMN, UNMEASURED, Costs, best_size
+from assisted.methods.shared.trees import best_paths
 
 COSTS = Costs(((1, 1.0), (2, 1.1), (5, 1.2), (9, 2.0)), 0.1)
 

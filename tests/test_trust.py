@@ -55,7 +55,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as home
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.libraries import RESETS_ANGLES
 from assisted.engine.trust import blamed, trust
 from assisted.fast.fused import fused

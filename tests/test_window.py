@@ -33,13 +33,14 @@ from assisted import (
     NGram,
     Suffix,
 )
-from assisted.drafters import Target, model_drafter, parse, read
-from assisted.drafters.eagle import EagleDrafting
-from assisted.drafters.model_drafter import ModelDrafting
-from assisted.drafters.registry import windows
 from assisted.engine.cache import SlotCache
 from assisted.engine.session import go_on
 from assisted.engine.window import AHEAD, SINKS, dropped_from, holds_end_of, keep_last, slots_for_window
+from assisted.methods import Target, parse, read
+from assisted.methods.eagle.draft import EagleDrafting
+from assisted.methods.shared import model_drafter
+from assisted.methods.shared.model_drafter import ModelDrafting
+from assisted.methods.shared.registry import windows
 
 __all__ = ["written"]  # a fixture
 WINDOW = 8
@@ -235,7 +236,7 @@ def test_texts_are_plain_and_slots_few(draft: str, fast: str, monkeypatch: pytes
         longest.append(max(cache.lengths))
 
     monkeypatch.setattr(model_drafter, "keep_last", watched)
-    monkeypatch.setattr("assisted.heads.runner.keep_last", watched)
+    monkeypatch.setattr("assisted.methods.shared.runner.keep_last", watched)
     for rows in (1, 3):
         inputs = prompt(rows, 40)
         kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 60}

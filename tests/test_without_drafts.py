@@ -12,8 +12,8 @@ import torch
 import transformers.generation.configuration_utils as configuration_utils
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import DraftingStopped
-from assisted.report import Report
+from assisted.core.drafts import DraftingStopped
+from assisted.core.report import Report
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 CALL: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}

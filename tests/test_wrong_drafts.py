@@ -11,11 +11,11 @@ import torch
 from pairs import CALL, no_fallback, pair, prompt
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafters.base import Call, Drafter, Drafting
-from assisted.drafters.combined import CombinedDrafter
-from assisted.drafters.merged import MergedDrafter
-from assisted.drafts import Draft
-from assisted.text import Text
+from assisted.core.drafts import Draft
+from assisted.core.text import Text
+from assisted.methods.combined import CombinedDrafter
+from assisted.methods.merged import MergedDrafter
+from assisted.methods.shared.base import Call, Drafter, Drafting
 
 SIZE = 96
 

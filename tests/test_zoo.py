@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.cli.train import options
-from assisted.drafters.other_tokenizer import TranslatedDrafter
-from assisted.training import trainer
-from assisted.training.data import read_text
-from assisted.training.early_exit import EarlyExitSettings
+from assisted.lab.training import trainer
+from assisted.methods.early_exit.train import EarlyExitSettings
+from assisted.methods.other_tokenizer.draft import TranslatedDrafter
+from assisted.methods.shared.training.data import read_text
 from assisted.zoo import corpus
 from tools.shipped import shapes as recipe
 from tools.shipped import train

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from assisted.drafters.base import Drafter, Drafting
-from assisted.drafts import Draft
-from assisted.text import Text
+from assisted.core.drafts import Draft
+from assisted.core.text import Text
+from assisted.methods.shared.base import Drafter, Drafting
 
 __all__ = ["Planted", "any_parents", "walk"]
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from assisted import zoo
-from assisted.heads.eagle import EagleHead
-from assisted.heads.eagle_formats import load_eagle
+from assisted.methods.eagle.formats import load_eagle
+from assisted.methods.eagle.head import EagleHead
 
 from .grown import layer_positions
 

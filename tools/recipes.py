@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from assisted.bench.table import markdown_table
-from assisted.drafters import DraftModel, Suffix, parse
-from assisted.plan import Shapes, Use, parts, recurrent_bytes, weight_bytes
+from assisted.lab.bench.table import markdown_table
+from assisted.lab.plan import Shapes, Use, parts, recurrent_bytes, weight_bytes
+from assisted.methods import DraftModel, Suffix, parse
 from benchmarks.shared import publish
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..drafts import DraftingStopped
+from ..core.drafts import DraftingStopped
 from ..engine.hooks import is_offloaded
 from ..engine.libraries import (
     CACHE,

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..core.text import Text
 from ..distribution import Distribution
-from ..drafters import Call, Drafter, Drafting
-from ..drafters.grammar import guided
-from ..drafters.guarded import Guarded, guard
 from ..engine.cache import SlotCache
 from ..engine.libraries import optimized_for_decode, without_gradients
 from ..engine.masks import Masks
@@ -31,7 +29,9 @@ from ..engine.verifiable import masks_of
 from ..fast import native
 from ..fast.fused import prepare, with_same_bits
 from ..lengths.base import Length
-from ..text import Text
+from ..methods import Call, Drafter, Drafting
+from ..methods.grammar import guided
+from ..methods.shared.guarded import Guarded, guard
 from .admission import require_rows
 from .inputs import LoopInputs
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..core.host import processor
 from ..engine.experts import growth
 from ..engine.hooks import is_offloaded
-from ..engine.host import processor
 from ..engine.parts import device_of, unwrapped
 from ..engine.ranks import Ranks
 from ..engine.traits import Traits

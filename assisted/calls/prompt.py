@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache, StaticCache
 
+from ..core.text import Text
 from ..engine.cache import SlotCache
 from ..engine.libraries import CACHE, prefill, with_prompt_of
 from ..engine.pool import Lent
 from ..engine.runner import CachedModel
 from ..engine.session import Session, can_go_on, go_on
-from ..text import Text
 from .assembly import Assembly
 from .inputs import LoopInputs
 

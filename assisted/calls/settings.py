@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import drafters, lengths
-from ..drafters import DraftModel, Spec
+from .. import lengths
+from .. import methods as drafters
+from ..core.lossy import LossyTypical
 from ..engine.libraries import CACHE
 from ..engine.pool import SessionPool, require_pool
 from ..fast.graphs import require_mode
-from ..lossy import LossyTypical
+from ..methods import DraftModel, Spec
 
 
 @dataclass(frozen=True)

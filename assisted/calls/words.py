@@ -17,9 +17,9 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..distribution import require_temperature
-from ..drafters import NGram
 from ..lengths import Adaptive, Confidence, DraftLength, Fixed
 from ..loading.names import closest
+from ..methods import NGram
 
 OTHER_MODES = {  # with their counterparts here, if any
     "assistant_model": "make the pair with draft=THE MODEL",

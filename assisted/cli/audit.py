@@ -46,10 +46,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _audit(args: argparse.Namespace) -> None:
-    from ..audit import Model, Server, Settings, audit
-    from ..audit.report import html, told
-    from ..bench.clock import Bars
-    from ..bench.prompts import read
+    from ..lab.audit import Model, Server, Settings, audit
+    from ..lab.audit.report import html, told
+    from ..lab.bench.clock import Bars
+    from ..lab.bench.prompts import read
     from ..modeling import AssistedModelForCausalLM
 
     use_threads(args.threads)

@@ -63,9 +63,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from ..bench.page import page
-    from ..bench.plots import require_matplotlib
-    from ..bench.table import table
+    from ..lab.bench.page import page
+    from ..lab.bench.plots import require_matplotlib
+    from ..lab.bench.table import table
 
     if args.html is not None:
         require_matplotlib()  # not after an hour of measuring
@@ -78,9 +78,9 @@ def _bench(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> Any:
     import dataclasses
 
-    from ..bench.clock import Bars
-    from ..bench.measure import measure
-    from ..bench.protocol import Rules
+    from ..lab.bench.clock import Bars
+    from ..lab.bench.measure import measure
+    from ..lab.bench.protocol import Rules
 
     use_threads(args.threads)
     rules = Rules(args.new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
@@ -91,7 +91,7 @@ def _measure(args: argparse.Namespace) -> Any:
 
 
 def _read(path: Path) -> Any:
-    from ..bench.results import Result
+    from ..lab.bench.results import Result
 
     try:
         return Result.from_dict(json.loads(path.read_text()))

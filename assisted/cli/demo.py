@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .. import zoo
-from ..bench import Bars, Prompt, Result, Row, brief, held_out_prompts
-from ..bench.clock import silent
 from ..extras import install
+from ..lab.bench import Bars, Prompt, Result, Row, brief, held_out_prompts
+from ..lab.bench.clock import silent
 from ..lengths.adaptive import Adaptive
 from ..lengths.policies import Confidence
 from ..loading.quantization import memory_bytes

@@ -19,7 +19,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..doctor.diagnosis import Settings
+    from ..lab.doctor.diagnosis import Settings
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -66,10 +66,10 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _doctor(args: argparse.Namespace) -> None:
     import torch
 
-    from ..bench.clock import Bars
-    from ..doctor.diagnosis import Settings
-    from ..doctor.examine import examine
-    from ..doctor.findings import told
+    from ..lab.bench.clock import Bars
+    from ..lab.doctor.diagnosis import Settings
+    from ..lab.doctor.examine import examine
+    from ..lab.doctor.findings import told
     from ..modeling import AssistedModelForCausalLM
 
     use_threads(args.threads)

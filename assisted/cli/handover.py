@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from .arguments import STORED, print_json
 
-ENGINES = ("vllm", "sglang", "trtllm", "llamacpp")  # those of assisted.handover, whose import takes seconds
+ENGINES = ("vllm", "sglang", "trtllm", "llamacpp")  # those of assisted.lab.handover, whose import takes seconds
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -34,7 +34,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _handover(args: argparse.Namespace) -> None:
-    from ..handover import hand_over
+    from ..lab.handover import hand_over
 
     found = hand_over(args.engine, args.pair, args.out, args.draft, args.draft_length, args.dtype)
     if args.json:

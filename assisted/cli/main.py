@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 def _demo(args: argparse.Namespace) -> None:
     run: Any
     if args.json:
-        from ..bench import brief as run
+        from ..lab.bench import brief as run
     else:
         from .demo import show as run
     model = _load(args, "zoo:target", "zoo:draft")

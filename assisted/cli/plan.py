@@ -69,7 +69,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _plan(args: argparse.Namespace) -> None:
     import torch
 
-    from ..plan import plan
+    from ..lab.plan import plan
 
     given = {name: value for name, value in vars(args).items() if name not in ("alone", "command", "json")}
     given["dtype"] = None if args.dtype in (None, "auto") else getattr(torch, args.dtype)

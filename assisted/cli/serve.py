@@ -32,8 +32,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _serve(args: argparse.Namespace) -> None:
-    from ..drafters.registry import windows
     from ..engine.pool import SessionPool
+    from ..methods.shared.registry import windows
     from ..modeling import AssistedModelForCausalLM
     from ..serving import Server
 

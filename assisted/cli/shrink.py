@@ -30,9 +30,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _shrink(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from ..training.data import read_text
-    from ..training.shrink import shrink_vocabulary
-    from ..training.written import write
+    from ..lab.training.shrink import shrink_vocabulary
+    from ..lab.training.written import write
+    from ..methods.shared.training.data import read_text
 
     target, tokenizer = target_and_tokenizer(args.target)
     text = read_text(tokenizer, args.text or (), args.dataset, args.documents)

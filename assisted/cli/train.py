@@ -20,7 +20,7 @@ from .arguments import DEFAULT, STORED, dtype_name, print_json, target_and_token
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
 
-    from ..training.method import Method
+    from ..methods.shared.training.method import Method
 
 TRAININGS = {
     "distill": "train a small draft on the target's distribution",
@@ -88,7 +88,7 @@ def options(method: str) -> HfArgumentParser:
     from transformers import HfArgumentParser
 
     from ..engine.libraries import add_settings
-    from ..training.plan import Plan
+    from ..methods.shared.training.plan import Plan
 
     parser = HfArgumentParser(
         prog=f"assisted train {method}",
@@ -142,7 +142,7 @@ def options(method: str) -> HfArgumentParser:
 
 def _method(name: str) -> type[Method]:
     """The training of this name. Raises ValueError for a method that is not trained."""
-    from ..drafters import METHODS
+    from ..methods import METHODS
 
     for place in filter(None, (spec.training for spec in METHODS.values())):
         method: type[Method] = pkgutil.resolve_name(place)
@@ -161,11 +161,11 @@ def _train(name: str, found: argparse.Namespace) -> None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     import torch
 
-    from ..training.chats import with_chats
-    from ..training.data import Text, read_text
-    from ..training.method import Start
-    from ..training.trainer import train
-    from ..training.written import with_written
+    from ..lab.training.chats import with_chats
+    from ..lab.training.trainer import train
+    from ..lab.training.written import with_written
+    from ..methods.shared.training.data import Text, read_text
+    from ..methods.shared.training.method import Start
 
     chosen = {} if args.attention is None else {"attn_implementation": args.attention}
     target, tokenizer = target_and_tokenizer(args.target, dtype=args.dtype, **chosen)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..drafts import Draft, Round
+from ..core.drafts import Draft, Round
 
 _ACCEPTED, _END = "\x1b[36m", "\x1b[0m"
 

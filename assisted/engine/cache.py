@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from .host import on_device
+from ..core.host import on_device
 from .libraries import UnboundedLayer
 
 Paths = Sequence[Sequence[int]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..drafts import Draft
+from ..core.drafts import Draft
 from .masks import column_ancestors
 
 

@@ -1,7 +1,7 @@
 """Drafts that predict some of their tokens only: in a small draft with a large vocabulary, the output layer takes most of the
 time. The other tokens get minus infinity, so they are never drafted, and the output stays exact.
 
-Knows a model, its config and ids. Tokens are counted in training/shrink.py.
+Knows a model, its config and ids. Tokens are counted in lab/training/shrink.py.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..drafts import Draft
-from .host import on_device
+from ..core.drafts import Draft
+from ..core.host import on_device
 
 FEW = 2048  # numbers of a mask between nodes
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..drafts import Draft
+from ..core.drafts import Draft
 from .cache import Paths, SlotCache
 from .prefill import by_groups
 from .prepared import CallSettings, PreparedModule
@@ -71,7 +71,7 @@ class Runner:
 
     @property
     def runs(self) -> str:
-        """What its forward passes run as, for `report.passes`."""
+        """What its forward passes run as, for `core.report.passes`."""
         return self.passes.runs or self.prepared.runs
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drafts import DraftingStopped
+from ..core.drafts import DraftingStopped
 from .libraries import CACHE, let_compiler_patch, rotary_angles
 from .needs import Needs
 from .parts import Inject, Tap, tapped, unwrapped
@@ -32,7 +32,7 @@ class CallSettings:
         outlives: a session keeps the slots of the target and of the drafter after the call.
         spent_once: seconds that the call has spent so far on one-time work, mainly captures.
         ranks: the processes that must decide alike, because each holds a part of the weights.
-        warnings: what has failed in this call and only cost speed, for `report.warnings`.
+        warnings: what has failed in this call and only cost speed, for `core.report.warnings`.
         read: the target's `fast.sources.Weights`, if the call has just read them, until they are used.
     """
 
@@ -115,7 +115,7 @@ class PreparedModule:
         kind: distinguishes the modules of a call that run over the same slots.
         taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
         inject: for parts and heads, the module that holds their input states.
-        runs: how, for `report.passes`.
+        runs: how, for `core.report.passes`.
         run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
         keeps_bits: a column has the same bits whatever else a forward pass computes.
         run_columns: runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`.

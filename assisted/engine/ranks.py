@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from .host import is_out_of_memory
+from ..core.host import is_out_of_memory
 
 
 class Ranks:

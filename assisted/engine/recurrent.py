@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..drafts import Draft
+from ..core.drafts import Draft
 from .cache import Paths, SlotCache
 from .columns import Columns
 from .masks import Masks

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..acceptance import top1
-from ..drafts import Draft
+from ..core.acceptance import top1
+from ..core.drafts import Draft
+from ..core.host import on_device
 from .cache import Paths, SlotCache
-from .host import on_device
 from .masks import Masks, Unread, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, device_of

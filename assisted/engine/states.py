@@ -16,9 +16,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from ..core.host import on_device
 from .cache import Paths, SlotCache, SlotLayer
 from .columns import Columns
-from .host import on_device
 from .libraries import (
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,

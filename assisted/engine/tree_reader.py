@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..drafts import Draft
-from .host import filled, on_device
+from ..core.drafts import Draft
+from ..core.host import filled, on_device
 from .runner import CachedModel
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
-from ..drafts import Draft
+from ..core.drafts import Draft
 from .agreement import apart, rounding_of
 from .cross import Encoded, alone
 from .hooks import looked_over

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..core.clock import once
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
-from ..engine.clock import once
 from ..engine.hooks import any_touched, is_touched, is_untouched, looked_over
 from ..engine.libraries import is_wrapper_subclass
 from ..engine.parts import few_ids, with_children

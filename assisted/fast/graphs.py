@@ -19,10 +19,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..drafts import Draft
+from ..core.clock import now
+from ..core.drafts import Draft
 from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
-from ..engine.clock import now
 from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
 from ..engine.passes import Inputs, Passes, Runner

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import acceptance
+from ..core import acceptance
 from .structs import OF_NATIVE, End, Layer, Pass, Product, pointer, pointers, require, require_layout
 
 VARIABLE = "ASSISTED_KERNELS"
@@ -497,7 +497,7 @@ class NativeLayers:
 
 
 def top1(scores: torch.Tensor) -> torch.Tensor:
-    """As `acceptance.top1`, in a fifth of the time over a vocabulary, of scores whose library is there."""
+    """As `core.acceptance.top1`, in a fifth of the time over a vocabulary, of scores whose library is there."""
     library = ready.get(scores.dtype) if scores.is_cpu else None
     if library is None or scores.stride(-1) != 1 or scores.numel() == 0:
         return acceptance.top1(scores)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..engine.host import free_memory
+from ..core.host import free_memory
 from ..engine.libraries import (
     is_wrapper_subclass,
     multiplies_bfloat16,

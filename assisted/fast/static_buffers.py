@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import torch
 
-from ..drafts import Draft
+from ..core.drafts import Draft
+from ..core.host import pinned
 from ..engine.cache import Paths, SlotCache, SlotLayer
-from ..engine.host import pinned
 from ..engine.shapes import WIDTHS
 
 

@@ -1,6 +1,6 @@
 """Logits processors with a grammar: which are recognised, and the masks of all rows during one `generate`.
 
-Nothing of models or drafts. `distribution.py` applies the masks, `drafters/grammar.py` guesses with them.
+Nothing of models or drafts. `distribution.py` applies the masks, `methods/grammar.py` guesses with them.
 """
 
 from __future__ import annotations

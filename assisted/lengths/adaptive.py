@@ -12,7 +12,7 @@ from operator import mul
 
 import torch
 
-from ..drafts import Round
+from ..core.drafts import Round
 from .base import Length
 from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size
 from .rates import Acceptance

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..drafts import Round
+from ..core.drafts import Round
 from .cost_model import Costs
 
 

@@ -23,9 +23,9 @@ from transformers.generation.stopping_criteria import (
 from ..calls.admission import why_plain
 from ..calls.assembly import assemble, running
 from ..calls.inputs import LoopInputs
+from ..core.text import Text
 from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
-from ..drafters import Drafting
 from ..engine.libraries import pad_token
 from ..engine.prepared import CallSettings
 from ..engine.rope import change_of
@@ -33,7 +33,7 @@ from ..engine.session import renew
 from ..engine.traits import Traits
 from ..engine.verifiable import masks_of
 from ..generation import Generation
-from ..text import Text
+from ..methods import Drafting
 
 _NOT_HERE = {  # arguments of `generate` that belong to a single batch
     "attention_mask": "prompts have no padding here",

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.generation import BaseStreamer
 
-from ..engine.clock import now
+from ..core.clock import now
 from ..lengths.policies import Never
 from ..modeling import AssistedModelForCausalLM
 from . import fields

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shared import FOLDER, Section
 
-from assisted.bench.table import markdown_table
+from assisted.lab.bench.table import markdown_table
 
 CHECKS = ("greedy text", "sampled tokens", "seeds", "stop strings", "log probabilities", "JSON")
 OPTIONS = {"add": ([], "NAME=FILE: a report and its name in the table")}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shared import Section, Worker, about, below, heading, opened, written
 
-from assisted.bench import read
+from assisted.lab.bench import read
 from assisted.lengths.policies import Never
 
 WAYS = {"layers in C": "auto", "fused layers": "auto", "whole passes": "compile"}

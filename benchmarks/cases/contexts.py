@@ -21,7 +21,7 @@ from shared import ENDS, Section, Worker, about, below, heading, paired, require
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from assisted import DraftModel, zoo
-from assisted.bench import (
+from assisted.lab.bench import (
     Bars,
     Interval,
     Measured,
@@ -35,7 +35,7 @@ from assisted.bench import (
     speedup,
     stream,
 )
-from assisted.bench.clock import FirstToken, now, turns
+from assisted.lab.bench.clock import FirstToken, now, turns
 from assisted.loading.vocabulary import find_tokenizer
 
 POSITIONS, TRAINED = 40_960, 1024

@@ -12,7 +12,7 @@ from shared import Section, about, below, heading, opened, written
 from torch import nn
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench import read
+from assisted.lab.bench import read
 from assisted.loading.quantization import quantize_copy
 
 COPIES = ("int8", "int4")

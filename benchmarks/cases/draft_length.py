@@ -11,8 +11,8 @@ from shared import SAMPLED, about, below, heading, opened, paired, raced
 from transformers import AutoModelForCausalLM
 
 from assisted import DraftModel
-from assisted.bench import Interval, Result, Rules, read, speedup
-from assisted.bench.table import percent
+from assisted.lab.bench import Interval, Result, Rules, read, speedup
+from assisted.lab.bench.table import percent
 from assisted.lengths import Confidence, DraftLength, Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never

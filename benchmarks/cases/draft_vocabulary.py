@@ -16,10 +16,10 @@ from torch import nn
 from transformers import set_seed
 
 from assisted import AssistedModelForCausalLM, DraftModel, Eagle
-from assisted.bench import read
 from assisted.engine.kept import kept_rows, over_all
-from assisted.training.data import read_text
-from assisted.training.shrink import shrink_vocabulary
+from assisted.lab.bench import read
+from assisted.lab.training.shrink import shrink_vocabulary
+from assisted.methods.shared.training.data import read_text
 
 DRAFTED = 4
 WIDTH, VOCABULARY, KEPT = 576, 49152, (2048, 4096, 8192, 16384)  # of SmolLM2-135M

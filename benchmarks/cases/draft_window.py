@@ -11,9 +11,9 @@ from shared import Section, about, heading, opened, titled
 from transformers import set_seed
 
 from assisted import MTP, AssistedModelForCausalLM, DFlash, DraftModel, Eagle
-from assisted.bench.table import markdown_table
 from assisted.engine.window import AHEAD, slots_for_window
-from assisted.training.data import read_text
+from assisted.lab.bench.table import markdown_table
+from assisted.methods.shared.training.data import read_text
 
 WINDOWS = (64, 128, 256, None)
 TEMPERATURES = (0.0, 0.8)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from shared import Section, about, below, heading, opened, paired, raced
 
 from assisted import MTP, DFlash, DraftModel, Eagle, Pard
-from assisted.bench import Result, Rules, read
+from assisted.lab.bench import Result, Rules, read
 from assisted.lengths.policies import Never
 
 TRAININGS = {

@@ -19,7 +19,7 @@ from peers import VLLM
 from shared import Section, Worker, about, below, heading, opened
 
 from assisted import zoo
-from assisted.bench import read
+from assisted.lab.bench import read
 
 HEAD = "suffix+zoo:smollm2-eagle3"
 OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target

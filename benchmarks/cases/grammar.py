@@ -13,8 +13,8 @@ from shared import Section, about, below, heading, opened, written
 from transformers import LogitsProcessor
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench.table import percent
 from assisted.grammars import GrammarProcessor
+from assisted.lab.bench.table import percent
 
 WORD = {"type": "string", "maxLength": 24}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}

@@ -8,7 +8,7 @@ show the cost of verifying several tokens on this machine, and the speedup for a
 from shared import SAMPLED, Race, Section
 
 from assisted import Eagle
-from assisted.bench import Rules
+from assisted.lab.bench import Rules
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 

@@ -25,8 +25,8 @@ from peers import VLLM
 from shared import FOLDER, Section, Worker, about, below, heading, opened, written
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa
-from assisted.bench import read
-from assisted.handover import ENGINES, hand_over
+from assisted.lab.bench import read
+from assisted.lab.handover import ENGINES, hand_over
 
 CASES = (
     ("llamacpp", "draft model", "zoo:draft", "zoo:draft"),

@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass
 from shared import SAMPLED, Race, Section
 
 from assisted import Eagle, Medusa, Merged
-from assisted.bench import Rules
-from assisted.bench.table import percent
+from assisted.lab.bench import Rules
+from assisted.lab.bench.table import percent
 
 DRAFTED = 4  # tokens: the fixed draft length, and what the shipped Medusa heads reach
 DRAFTS = {

@@ -14,8 +14,8 @@ from functools import partial
 from shared import Section, about, heading, opened, paired, raced, titled
 
 from assisted import MTP
-from assisted.bench import Method, Result, Rules, read
-from assisted.bench.table import markdown_table
+from assisted.lab.bench import Method, Result, Rules, read
+from assisted.lab.bench.table import markdown_table
 from assisted.lengths.policies import Never
 
 OPTIONS = {

@@ -17,8 +17,8 @@ from shared import Section, about, heading, opened, titled
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from assisted import AssistedModelForCausalLM
-from assisted.bench import pad_token, read
-from assisted.bench.table import markdown_table
+from assisted.lab.bench import pad_token, read
+from assisted.lab.bench.table import markdown_table
 from assisted.lengths.policies import Never
 
 TARGETS = {"shipped target": "zoo:target", "SmolLM2": "zoo:smollm2"}

@@ -18,9 +18,9 @@ from shared import SAMPLED, Section, about, heading, opened, titled, written
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftTree, zoo
-from assisted.bench import read
-from assisted.bench.table import markdown_table
 from assisted.engine.hooks import offloading_hooks
+from assisted.lab.bench import read
+from assisted.lab.bench.table import markdown_table
 from assisted.lengths import Adaptive, Fixed
 
 SIZES = (1, 16, 64, 256, 1024)

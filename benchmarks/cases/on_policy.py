@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from shared import below, opened
 
 from assisted import AssistedModelForCausalLM
-from assisted.training.data import read_text
-from assisted.training.distill import Distillation, DistillSettings
-from assisted.training.plan import Plan
-from assisted.training.trainer import train
+from assisted.lab.training.trainer import train
+from assisted.methods.draft_model.train import Distillation, DistillSettings
+from assisted.methods.shared.training.data import read_text
+from assisted.methods.shared.training.plan import Plan
 
 DRAFT_LENGTH = 4
 OPTIONS = {

@@ -16,23 +16,23 @@ import torch
 from shared import Section, about, below, heading, opened, paired
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
-from assisted.bench import Bars, Rules, pad_token, read, speedup
-from assisted.bench.clock import turns
 from assisted.calls.costs import CallLengths
-from assisted.drafters.chain import ChainDrafting
-from assisted.drafters.eagle import EagleDrafting
-from assisted.drafters.guarded import Guarded
-from assisted.drafters.lookup import Lookup
-from assisted.drafters.model_drafter import ModelDrafting
+from assisted.core.report import Recorder
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.fast import fused
-from assisted.heads.eagle import EagleHead
-from assisted.heads.runner import HeadRunner
+from assisted.lab.bench import Bars, Rules, pad_token, read, speedup
+from assisted.lab.bench.clock import turns
 from assisted.lengths import Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never
-from assisted.report import Recorder
+from assisted.methods.eagle.draft import EagleDrafting
+from assisted.methods.eagle.head import EagleHead
+from assisted.methods.shared.chain import ChainDrafting
+from assisted.methods.shared.guarded import Guarded
+from assisted.methods.shared.lookup import Lookup
+from assisted.methods.shared.model_drafter import ModelDrafting
+from assisted.methods.shared.runner import HeadRunner
 
 OPTIONS = {
     "prompts": 6,

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import assisted.zoo
 from assisted import AssistedModelForCausalLM
+from assisted.lab.plan import plan
 from assisted.loading.gguf import load_model, unmarked
-from assisted.plan import plan
 
 NEW = 32
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}

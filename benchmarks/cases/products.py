@@ -10,10 +10,10 @@ import torch
 from shared import Section, about, below, heading
 from torch import nn
 
-from assisted.bench.clock import turns
 from assisted.fast import native
 from assisted.fast.low_bit import low_bit
 from assisted.fast.products import PackedLinear, packs
+from assisted.lab.bench.clock import turns
 
 COLUMNS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32)
 OUTER, INNER = 4096, 1024

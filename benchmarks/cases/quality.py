@@ -13,8 +13,8 @@ from cases.copies import roughened
 from shared import Section, about, heading, opened, titled
 from transformers import AutoModelForCausalLM
 
-from assisted.bench import read
-from assisted.bench.table import markdown_table
+from assisted.lab.bench import read
+from assisted.lab.bench.table import markdown_table
 from assisted.loading.packed import PackedConfig
 
 TARGETS = {

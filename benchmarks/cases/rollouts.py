@@ -16,8 +16,8 @@ import torch
 from shared import Section, about, below, heading, opened
 
 from assisted import AssistedModelForCausalLM, Suffix
-from assisted.bench import pad_token
-from assisted.bench.table import percent
+from assisted.lab.bench import pad_token
+from assisted.lab.bench.table import percent
 from assisted.lengths.policies import Never
 from assisted.loading.quantization import quantize_copy
 

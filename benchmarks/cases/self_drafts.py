@@ -11,12 +11,12 @@ from pathlib import Path
 
 from shared import Section, about, heading, opened, paired, raced, titled
 
-from assisted.bench import Result, Rules, read
-from assisted.bench.table import markdown_table, percent
-from assisted.drafters.early_exit import ExitDrafter
-from assisted.drafters.layer_skip import SkipDrafter
+from assisted.lab.bench import Result, Rules, read
+from assisted.lab.bench.table import markdown_table, percent
 from assisted.lengths.policies import Never
 from assisted.loading.quantization import memory_bytes
+from assisted.methods.early_exit.draft import ExitDrafter
+from assisted.methods.layer_skip import SkipDrafter
 
 OPTIONS = {
     "prompts": 3,

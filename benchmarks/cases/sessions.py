@@ -14,9 +14,9 @@ import torch
 from shared import Section, Worker, about, heading, opened, titled, written
 
 from assisted import SessionPool, Suffix
-from assisted.bench import at_length, read
-from assisted.bench.clock import FirstToken
-from assisted.bench.table import markdown_table, percent
+from assisted.lab.bench import at_length, read
+from assisted.lab.bench.clock import FirstToken
+from assisted.lab.bench.table import markdown_table, percent
 
 POOLS = {  # target, draft, tokens of the document; shipped models have a context of 1,024 tokens
     "SmolLM2, suffix": ("zoo:smollm2", "suffix", 2000),

@@ -9,7 +9,7 @@ from itertools import product
 from shared import SAMPLED, Race, Section
 
 from assisted import Eagle
-from assisted.bench import Rules
+from assisted.lab.bench import Rules
 from assisted.lengths import Confidence, Fixed
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.policies import Never

@@ -8,10 +8,10 @@ import os
 
 from shared import COLUMNS, Race, Section, races_text
 
-from assisted.bench import Rules
-from assisted.drafters import Eagle
 from assisted.fast import native
+from assisted.lab.bench import Rules
 from assisted.lengths.policies import Never
+from assisted.methods import Eagle
 
 CHAIN = Eagle("zoo:smollm2-eagle3", tree=False)
 DRAFTS = {

@@ -13,9 +13,9 @@ import torch
 from shared import Section, about, below, heading, opened, written
 
 from assisted import zoo
-from assisted.bench import read, repeated_share
-from assisted.bench.table import percent
-from assisted.drafters import Eagle
+from assisted.lab.bench import read, repeated_share
+from assisted.lab.bench.table import percent
+from assisted.methods import Eagle
 
 LENGTH = 5  # of the drafts, in tokens
 DECODING = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}}

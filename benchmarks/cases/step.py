@@ -12,13 +12,13 @@ from shared import Section, about, below, heading, opened
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
-from assisted.bench import read
+from assisted.core.drafts import Draft
 from assisted.distribution import Distribution, probabilities
-from assisted.drafts import Draft
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
+from assisted.lab.bench import read
 from assisted.loading.quantization import memory_bytes, quantize_copy
 
 CONTEXT = 200

@@ -17,10 +17,10 @@ import torch
 from shared import below
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from assisted.drafters.ngram import NGram, NGramDrafting
-from assisted.drafters.suffix import Suffix, SuffixDrafter, SuffixDrafting
-from assisted.drafters.suffix_tree import Continuation
-from assisted.text import Text
+from assisted.core.text import Text
+from assisted.methods.ngram import NGram, NGramDrafting
+from assisted.methods.suffix.draft import Suffix, SuffixDrafter, SuffixDrafting
+from assisted.methods.suffix.tree import Continuation
 
 BUDGET = 8
 DRAFTERS = {

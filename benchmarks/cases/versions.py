@@ -42,7 +42,7 @@ def measure(args):
         Worker("peers", "shipped_pair", threads=args.threads or 1, cwd=folder, PYTHONPATH=str(folder))
         for folder in folders
     ]
-    texts = [path.read_text() for path in sorted((ROOT / "assisted/drafters").glob("*.py"))[1 : 1 + args.prompts]]
+    texts = [path.read_text() for path in sorted((ROOT / "assisted/methods/shared").glob("*.py"))[1 : 1 + args.prompts]]
     rows = {}
     for name in args.cases:
         ratios, same, drafted = [], 0, [0, 0]

@@ -69,7 +69,7 @@ class Case:
     Args:
         architecture: a name of tests/architectures.py. weights: the seed of its weights. config: overrides.
         attention: an attention implementation other than the architecture's own.
-        draft: a name of `drafts.NAMES`. draft_length, fast: as for `from_models`.
+        draft: a name of `core.drafts.NAMES`. draft_length, fast: as for `from_models`.
         packed: narrow products are packed as wide ones are, which tiny models do not have.
         weights_as: a name of `weights.NAMES`, or "" for the weights as they are.
         bits: of an exact="bits" pair, which is compared with itself without drafts, to the bit.

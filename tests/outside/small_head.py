@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from assisted.drafters import register
-from assisted.drafters.base import Call, Drafter, HeadSpec, Target
-from assisted.drafters.chain import ChainDrafting
-from assisted.drafts import Draft, Round
+from assisted.core.drafts import Draft, Round
+from assisted.core.text import Text
 from assisted.engine.needs import Needs
-from assisted.heads.files import find_folder
-from assisted.text import Text
-from assisted.training.losses import Agreement, agreement
-from assisted.training.method import Method, Start
-from assisted.training.plan import setting
+from assisted.methods import register
+from assisted.methods.shared.base import Call, Drafter, HeadSpec, Target
+from assisted.methods.shared.chain import ChainDrafting
+from assisted.methods.shared.files import find_folder
+from assisted.methods.shared.training.losses import Agreement, agreement
+from assisted.methods.shared.training.method import Method, Start
+from assisted.methods.shared.training.plan import setting
 
 
 class SmallNet(nn.Module):

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assisted.bench import held_out_prompts, repeated_share
-from assisted.drafters import MTP, Eagle, Medusa
+from assisted.lab.bench import held_out_prompts, repeated_share
+from assisted.methods import MTP, Eagle, Medusa
 from assisted.modeling import AssistedModelForCausalLM
 from assisted.zoo import HEADS, corpus
 

@@ -26,11 +26,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from assisted.training import trainer
-from assisted.training.data import Windows, read_text
-from assisted.training.distill import Distillation, DistillSettings
-from assisted.training.early_exit import EarlyExitSettings, EarlyExitTraining
-from assisted.training.method import Method
+from assisted.lab.training import trainer
+from assisted.methods.draft_model.train import Distillation, DistillSettings
+from assisted.methods.early_exit.train import EarlyExitSettings, EarlyExitTraining
+from assisted.methods.shared.training.data import Windows, read_text
+from assisted.methods.shared.training.method import Method
 from assisted.zoo import corpus
 
 from .shapes import RECIPES, Recipe

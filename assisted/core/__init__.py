@@ -1,0 +1,1 @@
+"""Drafts, acceptance, the text and the report of a call. Knows neither models nor C."""

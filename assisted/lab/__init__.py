@@ -1,0 +1,1 @@
+"""Everything that is not a call of `generate`: measuring, planning, auditing, handing over, training."""

@@ -1,0 +1,171 @@
+"""A model without its weights: its modules on the meta device, and what the headers of its files say about them. Knows
+configs, safetensors headers and GGUF files; nothing of memory or of drafting."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
+
+from ... import zoo
+from ...engine.libraries import chooses_experts
+from ...engine.signatures import cache_argument
+from ...loading.classes import auto_class
+from ...loading.files import headers
+from ...loading.gguf import named_in, read_config
+from ...methods.shared import registry
+from ...methods.shared.base import Spec
+
+_TOLERANCE = 0.02  # parameters that a checkpoint may have more or fewer than its model: shared tensors, small buffers
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The modules of a causal LM without their weights.
+
+    Args:
+        name: as the caller gave it.
+        model: on the meta device, in the dtype of the checkpoint.
+        stored: bytes of the weights as they are stored, and so of the download; None if only the config is known.
+        quantized: the quantization method of the checkpoint; None if its weights are not quantized.
+        note: what the figures leave out; empty in most cases.
+        path: the folder or Hub id of its safetensors files; None if there are none, or if only the config is known.
+        draft: that of a saved pair, whose target this is.
+    """
+
+    name: str
+    model: PreTrainedModel = field(repr=False)
+    stored: int | None
+    quantized: str | None = None
+    note: str = ""
+    path: str | None = None
+    draft: Spec | None = None
+
+    @staticmethod
+    def read(path: str, role: str = "target", trust_remote_code: bool = False, **hub: Any) -> Shapes:
+        """The shapes of a model that is named.
+
+        Args:
+            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+            role: the argument that named it, for messages.
+            trust_remote_code: run code that comes with the checkpoint to build its modules.
+            hub: `revision` and `token`, for the Hub.
+
+        Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
+        connection.
+        """
+        folder, gguf = named_in(zoo.resolve(path))
+        if gguf is not None:
+            return Shapes(
+                path, _on_meta(read_config(folder, gguf)), Path(gguf).stat().st_size, note="dequantized from GGUF"
+            )
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
+        except (OSError, ValueError) as error:
+            raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
+        if config.is_encoder_decoder:
+            raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
+        draft = None
+        if config.model_type == "assisted":
+            draft = registry.read(config.draft, Path(folder))
+            folder, config = str(Path(folder) / "target"), config.target
+        tensors = headers(folder, path, role, hub).values()
+        model = _on_meta(config, trust_remote_code)
+        method = getattr(config, "quantization_config", None)
+        if method is not None:
+            method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
+        stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
+        numbers = sum(tensor.parameter_count for tensor in tensors)
+        expected = sum(weight.numel() for weight in model.parameters())
+        note = ""
+        if method is None and numbers < (1 - _TOLERANCE) * expected:
+            raise ValueError(
+                f"{role}: the weights of {path!r} have {numbers:,} numbers, but its config describes {expected:,}; a part of "
+                "the checkpoint is missing"
+            )
+        if method is None and numbers > (1 + _TOLERANCE) * expected:
+            note = f"{1 - expected / numbers:.0%} of the checkpoint is not part of the causal LM and is not loaded"
+        return Shapes(path, model, stored, method, note, folder, draft)
+
+    @staticmethod
+    def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
+        """Of a config alone, without looking for weights."""
+        return Shapes(name or config.model_type, _on_meta(config), None)
+
+    @property
+    def config(self) -> Any:
+        """The config of the decoder."""
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def layers(self) -> int:
+        """Of the decoder."""
+        return self.config.num_hidden_layers
+
+    @property
+    def numbers(self) -> int:
+        """Parameters; tied ones count once."""
+        return sum(weight.numel() for weight in self.model.parameters())
+
+    @functools.cached_property
+    def states(self) -> States:
+        """What the model's cache holds, as a forward pass over two tokens on the meta device shows."""
+        try:
+            with torch.no_grad():
+                cache = DynamicCache(config=self.model.config)
+                ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+                self.model(input_ids=ids, use_cache=True, **{cache_argument(self.model): cache})
+            return _states(cache)
+        except Exception:  # models whose code reads values
+            return self._states_by_config()
+
+    def _states_by_config(self) -> States:
+        config = self.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        each = 2 * heads * width
+        if getattr(config, "kv_lora_rank", None):  # of latent attention, the latents are kept
+            each = config.kv_lora_rank + config.qk_rope_head_dim
+        return States(tuple(each for kind in kinds if "attention" in kind and kind != "linear_attention"), 0)
+
+
+@dataclass(frozen=True)
+class States:
+    """What a cache holds for one row."""
+
+    per_token: tuple[int, ...]  # numbers in the keys and values of one token, for each layer that has any
+    fixed: int  # bytes of the recurrent states of all layers, which do not grow with the text; often in float32
+
+
+def _states(cache: Any) -> States:
+    per_token, fixed = [], 0
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor):
+            per_token.append((keys.numel() + values.numel()) // 2)
+        for name in ("conv_states", "recurrent_states"):
+            found = getattr(layer, name, None) or {}
+            fixed += sum(state.numel() * state.element_size() for state in found.values() if state is not None)
+    if not per_token and not fixed:
+        raise ValueError("the cache is empty")
+    return States(tuple(per_token), fixed)
+
+
+def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    text = config.get_text_config(decoder=True)
+    stored = getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, stored) if isinstance(stored, str) else stored
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    if chooses_experts(model):
+        model.set_experts_implementation("batched_mm")  # the only one that reads no values
+    return model.eval()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

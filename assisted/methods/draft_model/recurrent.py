@@ -1,0 +1,69 @@
+"""A causal LM with recurrent states that drafts chains: Mamba 2, linear attention, hybrids."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...core.drafts import Draft, Round
+from ...core.host import on_device
+from ...core.text import Text, tokens_from
+from ...engine.cache import SlotCache
+from ...engine.cross import Encoded
+from ...engine.needs import Needs
+from ...engine.prepared import CallSettings
+from ...engine.recurrent import slots_for, target_runner
+from ...engine.runner import CachedModel
+from ...engine.trust import trust
+from ...engine.verifiable import masks_of
+from ...fast.fused import prepare
+from ..shared.base import Call, Drafting
+from ..shared.model_drafter import ModelDrafter, ModelDrafting
+
+
+class RecurrentDrafter(ModelDrafter):
+    """A draft that returns to the committed text by a copy of its states. Its rows advance in lockstep unless its layers run
+    over columns (`engine.delta`). For the arguments see `ModelDrafter`."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
+        super().__init__(model, tokenizer)
+        self.masks = masks_of(model, trust(model))
+        self.needs = Needs(lockstep=not self.masks.trees)
+
+    def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
+        kind = CachedModel if self.needs.lockstep else target_runner
+        return kind(prepare(self.kept.of(self.model), settings, self.fused), cache, self.masks)
+
+    def start(self, call: Call) -> Drafting:
+        return RecurrentDrafting(self, call)
+
+
+class RecurrentDrafting(ModelDrafting):
+    """Drafting with a model that has recurrent states.
+
+    Invariant between rounds: slots and states hold the committed text up to the start of the last round. Drafted tokens are
+    removed at once; those that were committed are read again in the next round's first forward pass.
+    """
+
+    # its states can neither go back to an earlier token nor begin anew in one row
+    nbytes, renew = Drafting.nbytes, Drafting.renew
+
+    def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
+        logits = self._read_committed(runner, text)
+        with runner.cache.borrowed():
+            return self.chain_of(runner, text, budget, logits)
+
+    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
+        known = runner.cache.known
+        running = range(text.rows) if runner.cache.right_aligned else text.unfinished
+        unread = [text.lengths[row] - known[row] if row in running else 0 for row in range(text.rows)]
+        logits = runner(self.readable(tokens_from(text, known, max(unread))), used=unread)
+        runner.cache.commit(unread)
+        last = on_device([max(count, 1) - 1 for count in unread], logits.device)
+        return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
+
+    def observe(self, round: Round) -> None:
+        """Nothing to do: `propose` has already removed the draft."""
+
+    def _slots(self, rows: int) -> SlotCache:
+        return slots_for(self.drafter.model, None, rows, self.call.limit, self.drafter.masks)

@@ -1,0 +1,489 @@
+"""EAGLE (2401.15077, 2406.16858, 2503.01840): a trained head drafts from the target's hidden states, in KV slots of its own.
+For committed tokens these hold the result of true features; what it computes for drafted tokens is removed after every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ...core.drafts import Draft, Round
+from ...core.host import on_device, padded
+from ...core.text import Text, tokens_from
+from ...engine.cache import SlotCache
+from ...engine.kept import Entries
+from ...engine.needs import Needs
+from ...engine.parts import device_of, few_ids, find_layers, unwrapped
+from ...engine.prepared import PreparedModule
+from ...engine.recurrent import slots_for, target_runner
+from ...engine.session import can_go_on, go_on
+from ...engine.traits import Traits, require_verifiable_cache
+from ...engine.tree_reader import NodeReader
+from ...engine.trust import Trust
+from ...engine.window import holds_end_of
+from ...fast.fused import prepare
+from ...fast.graphs import Graphs
+from ...fast.sources import Source
+from ...lengths.cost_model import UNMEASURED, best_size
+from ...lengths.rates import Rates
+from ..shared.base import Call, Drafter, HeadSpec, Room, Target, require_positive
+from ..shared.chain import ChainDrafting
+from ..shared.heads import StateHead
+from ..shared.registry import register
+from ..shared.runner import HeadRunner, LevelReader
+from ..shared.tree_growth import Growing, Limits, grow, grow_in_c, learn, shape_of
+from .formats import is_eagle, load_eagle, require_eagle, save_eagle
+from .fused import fused_head, source_of
+from .head import EagleHead
+
+TOP_K_CPU, TOP_K = 4, 10
+NODES_CPU, NODES = 16, 60
+ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
+
+
+@dataclass(frozen=True)
+class EagleOptions(HeadSpec):
+    """The options of heads that draft from the target's hidden states, and then from their own."""
+
+    trained = trees = has_q = True
+
+    path: Any
+    tree: bool | None = None
+    top_k: int | None = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "top_k", "nodes")
+
+    def load(self, target: Target, **kwargs: Any) -> EagleDrafter:
+        """Load the head and locate the hidden states that it reads. kwargs: dtype, device_map, Hub arguments.
+
+        Raises ValueError for an invalid checkpoint, for a target that it does not fit, and for a target whose hidden states
+        cannot be read.
+        """
+        model = unwrapped(target.model)
+        require_verifiable_cache(model)
+        head = self.path
+        if not isinstance(head, StateHead):
+            head = self.read_head(target, model, **kwargs)
+            output = model.get_output_embeddings()
+            head.to(device_of(model if output is None else output), model.dtype)
+        return self.drafter(head, needs_of(head, model))
+
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
+        """The head at `path`. model: the target's, without an adapter's wrapper."""
+        raise NotImplementedError
+
+    def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
+        """The drafter of a loaded head. needs: see `needs_of`."""
+        return EagleDrafter(self, head, needs)
+
+
+@dataclass(frozen=True)
+class WindowOptions(EagleOptions):
+    """The options of those that keep keys and values of their own."""
+
+    draft_window: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "draft_window")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        """That of the head's keys and values."""
+        if not room.per_token:
+            return {}
+        return {"keys and values": room.within(self.draft_window) * room.dtype.itemsize * room.per_token[-1]}
+
+
+@register("eagle")
+@dataclass(frozen=True)
+class Eagle(WindowOptions):
+    """A trained EAGLE head drafts: `"eagle:DIR"`. The checkpoint determines whether it is EAGLE-1, EAGLE-3 or P-EAGLE, which
+    drafts chains in one forward pass.
+
+    Args:
+        path: folder, `zoo:` name or Hub id of a checkpoint trained for this target, in the format of EAGLE's authors, of
+            SpecForge or of speculators; or an `EagleHead`.
+        tree: True drafts token trees (EAGLE-2) if the target can verify them. False drafts chains, for large batches, where
+            every drafted token adds to the cost of verification. None (default) drafts trees for greedy decoding and chains
+            for sampling: a sampled chain with q has about as many accepted tokens as a tree of several times its size, whose
+            nodes must match the target's own sample.
+        top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator, as
+            in the paper, and 4 on a CPU. The draft length limits the depth.
+        nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
+        draft_window: as for `DraftModel`.
+    """
+
+    title = "EAGLE heads"
+    acceptance = (0.55, 0.85)
+    served_as = "eagle3"
+    training = "assisted.methods.eagle.train:EagleTraining"
+
+    path: str | EagleHead
+
+    def memory(self, room: Room) -> dict[str, int]:
+        if isinstance(self.path, str):
+            require_eagle(self.path, room.target)
+        return HeadSpec.memory(self, room) | super().memory(room)
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return is_eagle(fields, folder)
+
+    def read_head(self, target: Target, model: PreTrainedModel, **kwargs: Any) -> StateHead:
+        assert isinstance(self.path, str)
+        return load_eagle(self.path, model, **kwargs)
+
+    def drafter(self, head: Any, needs: Needs) -> EagleDrafter:
+        if self.tree and head.config.mask_token_id is not None:
+            raise ValueError("tree: True is not possible, as a P-EAGLE head drafts chains; leave tree out")
+        return super().drafter(head, needs)
+
+
+class EagleDrafter(Drafter):
+    """A loaded head, which is not changed, and statistics of how often it is right. needs: see `needs_of`."""
+
+    head: Any
+
+    def __init__(self, spec: EagleOptions, head: StateHead, needs: Needs):
+        self.spec, self.head, self.needs = spec, head, needs
+        self.window = spec.draft_window if isinstance(spec, WindowOptions) else None
+        self.graphs = Graphs()
+        self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.why_not_in_c: str | None = None  # of the steps of the last call that has drafted
+        self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
+        self._fused: tuple[Source, PreparedModule] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cached fused head: a copy creates its own."""
+        return {**self.__dict__, "_fused": None}
+
+    @property
+    def top_k(self) -> int:
+        """Nodes of each level that the head reads."""
+        return self.spec.top_k or (TOP_K_CPU if self.head.device.type == "cpu" else TOP_K)
+
+    @property
+    def most(self) -> int:
+        """Maximum number of nodes in a tree."""
+        return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
+
+    def fused(self, head: Any, trusted: Trust) -> PreparedModule:
+        """The head in fewer operations, created anew if its weights have changed."""
+        if not trusted.is_own:
+            return PreparedModule(head)
+        source = source_of(head)
+        if self._fused is None or not self._fused[0].same(source):
+            self._fused = source, fused_head(head)
+        return self._fused[1]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.head]
+
+    def save(self, folder: Path) -> None:
+        """Save the head in a format that the spec reads."""
+        save_eagle(self.head, folder)
+
+    def start(self, call: Call) -> HeadDrafting:
+        return EagleDrafting(self, call)
+
+
+class HeadDrafting(ChainDrafting):
+    """Chains, or trees of a worthwhile size."""
+
+    suspicion = ""  # what the report says of a head that is hardly ever right; nothing by default
+    proposed: Draft | None = None  # until it is verified
+
+    def __init__(self, drafter: EagleDrafter, call: Call):
+        super().__init__(call)
+        self.drafter = drafter
+        wanted = not call.distribution.do_sample if drafter.spec.tree is None else drafter.spec.tree
+        self.trees = wanted and call.target.masks.trees
+        self.rates = drafter.rates[call.distribution.do_sample]
+        self.grown: Growing | None = None  # the proposed tree, until it is verified
+
+    def draft_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, depth: int) -> Draft:
+        """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level.
+
+        logits: [B, 1, Vd], after the committed text.
+        """
+        return self.best_tree(reader, logits, text, self.limits(depth))
+
+    def limits(self, depth: int) -> Limits:
+        """Those of a tree that grows level by level."""
+        top_k = self.drafter.top_k
+        return Limits(depth, top_k, top_k, self.drafter.most, depth * top_k, by_level=True)
+
+    def best_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, limits: Limits) -> Draft:
+        """A tree within limits. Otherwise as `draft_tree`."""
+        return self.best_of(grow(reader, self.call, text, logits, self.rates, limits, self.goes_on), limits.nodes)
+
+    def goes_on(self, grown: Growing) -> bool:
+        """Whether a tree grows by one more level."""
+        return self.runs_again(grown.forwards + 1)
+
+    def best_of(self, grown: Growing, most: int) -> Draft:
+        """The best nodes of a tree, at most `most`: as many as are worthwhile, unless their number is fixed."""
+        self.grown, worth = grown, grown.worth()
+        if self.drafter.spec.nodes is None:
+            costs = self.call.length.costs or UNMEASURED
+            drafting = self.forwards(grown) * costs.draft
+            most, _ = best_size(worth, lambda nodes: drafting + costs.verify_seconds(nodes + 1))
+        return grown.draft(most, worth)
+
+    def forwards(self, grown: Growing) -> int:
+        """The head's forward passes for a tree."""
+        return grown.forwards + 1
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        self.require_numbers()
+        self.grown = None
+        self.proposed = draft = self._draft(text, budget)
+        return draft
+
+    def _draft(self, text: Text, budget: int) -> Draft:
+        """As `propose`."""
+        raise NotImplementedError
+
+    def learn(self, round: Round) -> None:
+        """Learn how often the head is right, and note the suspicion if hardly any draft's first token was accepted."""
+        if self.grown is not None:
+            learn(self.rates, self.grown.offers, self.grown.text, round.kept)
+            self.grown = None
+        drafter = self.drafter
+        if not round.draft.is_that_of(self.proposed):
+            return
+        drafter.drafts += sum(count > 0 for count in round.drafted)
+        drafter.accepted += sum(count > 0 for count in round.accepted)
+        if self.suspicion and drafter.drafts >= ENOUGH and drafter.accepted < FEW * drafter.drafts:
+            self.call.settings.note(self.suspicion)
+
+
+class EagleDrafting(HeadDrafting):
+    """The head's slots during one `generate`.
+
+    Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
+    Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
+    features of its remaining columns are in `unread`. In a session, both are taken over from the call before.
+    """
+
+    runner_type: type[HeadRunner] = HeadRunner
+
+    def __init__(self, drafter: EagleDrafter, call: Call):
+        super().__init__(drafter, call)
+        # P-EAGLE: the head drafts a chain in one forward pass
+        self.parallel = getattr(drafter.head, "mask_hidden", None) is not None
+        self.trees = self.trees and not self.parallel
+        self.runner: HeadRunner | None = None
+        self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
+        # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
+        # values, or if the prompt was read in chunks
+        self.prompt = self._read(call.states)
+        self.first = on_device(call.target.cache.unpadded, self.prompt[0].device)[:, None] - self.prompt[0].shape[1]
+        self.skipped = 0  # columns of the text without a feature
+        self.slots: SlotCache | None = None  # of the call before, until the head first runs,
+        self.state: torch.Tensor | None = None  # and the head's state after what is in them
+        self.taken: list[tuple[torch.Tensor, list[int]]] = []  # its features that the head has not read
+        if (earlier := call.before(EagleDrafting)) is not None and earlier.drafter is drafter:
+            self._take_over(earlier, call.target.cache.known[0] - self.prompt[0].shape[1])
+
+    def _take_over(self, earlier: EagleDrafting, past: int) -> None:
+        """Go on from the head's state after the call before. past: columns of the text before those in `prompt`.
+
+        Not from a head that started in the middle of the text, and not if rows have different numbers of features.
+        """
+        slots = earlier.slots if earlier.runner is None else earlier.runner.cache
+        features, counts = _joined(earlier._features())
+        held = [0] * len(counts) if slots is None else slots.known
+        lost = slots is not None and not (can_go_on(slots) and holds_end_of(slots, min(slots.known[0], past)))
+        late = earlier.skipped > 0 or lost or self.call.attention_mask is not None
+        late |= self.call.shared <= min(held[0], past)  # the last column that it has read depends on the token after it
+        if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
+            return
+        known = min(held[0], past)
+        if known == held[0]:  # otherwise several MTP layers read a few states of zeros, which costs acceptance alone
+            self.state = earlier.state if earlier.runner is None else earlier.runner.state
+        if slots is not None:
+            slots = go_on(slots, known, self.call.limit + self.drafter.most, self.call.forks)
+        self.slots, self.first = slots, torch.zeros_like(self.first)
+        self.taken = [(features[:, : past - known], [past - known] * len(counts))]
+
+    def _features(self) -> list[tuple[torch.Tensor, list[int]]]:
+        """The features that the head has not read, in the order of the text."""
+        if self.runner is not None:
+            return self.unread
+        rows, width = self.prompt[0].shape[:2]
+        return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
+
+    @property
+    def nbytes(self) -> int:
+        slots = self.slots if self.runner is None else self.runner.cache
+        stores = () if slots is None else slots.stores
+        return sum(store.nbytes for store in (*stores, *(features for features, _ in self._features())))
+
+    def _draft(self, text: Text, budget: int) -> Draft:
+        runner = self._begun(text)
+        runner.cache.run_only(text.unfinished)
+        runner.keep_last(self.drafter.window)
+        if self.parallel:
+            return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
+        state = self._read_committed(runner, text)
+        with runner.cache.borrowed():
+            return (self._tree if self.trees else self._chain)(runner, text, state, budget)
+
+    def observe(self, round: Round) -> None:
+        """Keep the features of the committed tokens, whichever drafter proposed them."""
+        counts, path = round.kept, round.path
+        features, width = torch.cat(self._read(round.states), -1), max(counts)
+        if path is not None:
+            kept = padded([columns[:width] for columns in path], features.device)[:, :, None]
+            features = features.gather(1, kept.expand(-1, -1, features.shape[-1]))
+        self.unread.append((features[:, :width], counts))
+        self.learn(round)
+
+    def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The hidden states that the head reads, [B, n, Ht] each, on its device."""
+        head = self.drafter.head
+        return [states[tap].to(head.device) for tap in head.states_of(len(self.drafter.needs.layers))]
+
+    def _begun(self, text: Text) -> HeadRunner:
+        """The head's runner. When it is created, the prompt's features become unread."""
+        if self.runner is None:
+            call, drafter = self.call, self.drafter
+            features, first = torch.cat(self.prompt, -1), self.first
+            if text.prompt_length == 0:  # a prompt of embeddings has no tokens for the head to read: start after it
+                first = first + features.shape[1] - 1
+                features = features[:, -1:]
+            rows, width = features.shape[:2]
+            if not self.taken:
+                self.skipped = text.prompt_length - width
+            mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
+            settings, limit = call.settings.of_heads, call.limit + drafter.most
+            head = prepare(drafter.head, settings, drafter.fused)
+            slots = SlotCache(rows, limit) if self.slots is None else self.slots
+            runner = self.runner_type(head, call.target.model, slots, first, mask)
+            runner.state, drafter.why_not_in_c = self.state, runner.why_not_in_c
+            self.runner = drafter.graphs.serve(runner, drafter.head, settings)
+            if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
+                features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
+            self.unread = [*self.taken, (features, [width] * rows), *self.unread]
+            self.prompt, self.taken = [], []
+        return self.runner
+
+    def _read_committed(self, runner: HeadRunner, text: Text, masks: int | None = None) -> torch.Tensor:
+        """Read what was committed since the last round. Returns the head's state after it, [B, H].
+
+        Rows with fewer unread tokens than others are padded on the right; the padding is not kept. masks: of P-EAGLE heads, see
+        `HeadRunner.read_ahead`, whose result is then returned.
+        """
+        cache = runner.cache
+        features, counts = _joined(self.unread)
+        totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
+        if totals != text.lengths:
+            raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
+        tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
+        self.unread = []
+        if masks is not None:
+            return runner.read_ahead(tokens, runner.head.fuse(features), counts, masks)
+        return runner.read(tokens, runner.fuse(features), counts)
+
+    def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
+        """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""
+        states = self._read_committed(runner, text, budget - 1)
+        logits = iter(self.fitted(runner.head.over_all(runner.logits(states)), text).unbind(1))
+        return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
+
+    def _tree(self, runner: HeadRunner, text: Text, state: torch.Tensor, depth: int) -> Draft:
+        length, limits = self.call.length, self.limits(depth)
+        if not self.call.distribution.processors and (length.reads_top or not length.needs_q):
+            tree = runner.tree(state, shape_of(limits, self.rates))
+            if tree is not None:
+                return self.best_of(grow_in_c(tree, text, length, self.goes_on), limits.nodes)
+        reader = LevelReader(runner, state, depth * self.drafter.top_k)
+        return self.draft_tree(reader, reader.logits(), text, depth)
+
+    def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
+        count = self._greedy_count(budget)
+        if count is not None and (made := runner.chain(state, count)) is not None:
+            tokens, best = made
+            self.broken = best.isnan().any()
+            return Draft(tokens, best.isfinite().cumprod(1).sum(1))
+
+        head, device = runner.head, text.ids.device
+        if head.d2t is not None and head.config.vocab_size <= self.size:
+            self.entries = Entries(head.draft_tokens.to(device), self.size, self.call.distribution.by_rank)
+
+        def logits() -> torch.Tensor:
+            found = runner.logits(state)
+            return self.fitted(head.over_all(found), text) if self.entries.known is None else found.to(device)
+
+        def read(tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal state
+            state = runner(tokens, state[:, None])[:, -1]
+            runner.cache.commit([1] * text.rows)
+            return logits()
+
+        return self.draft_chain(text, budget, logits(), read)
+
+    def _greedy_count(self, budget: int) -> int | None:
+        """How many tokens a draft has, at most `budget`, if that can be decided before any is drafted and each is the most
+        probable one; None otherwise."""
+        if self.call.distribution.processors or self.call.distribution.do_sample or self.call.length.needs_q:
+            return None
+        return next((count for count in range(1, budget) if not self.runs_again(count)), budget)
+
+
+def _joined(blocks: list[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+    """Several blocks of features as one block without gaps, [B, m, F], and the number of features per row."""
+    if len(blocks) == 1:
+        return blocks[0]
+    rows = [
+        torch.cat([features[row, : counts[row]] for features, counts in blocks]) for row in range(len(blocks[0][1]))
+    ]
+    return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+
+
+def needs_of(head: StateHead, model: PreTrainedModel) -> Needs:
+    """The hidden states that a head reads of a target, tested on a few tokens.
+
+    Raises ValueError if the hidden states that the head reads are not available or do not have its sizes.
+    """
+    config = head.config
+    problem = f"draft: this {head.title} cannot be used with {type(model).__name__}: "
+    try:
+        traits = Traits.of(model)
+        if config.vocab_size != traits.vocabulary:
+            raise ValueError(
+                f"it was trained for a vocabulary of {config.vocab_size}, but the target's has {traits.vocabulary}"
+            )
+        taps = head.states_of(len(find_layers(model)))
+        needs = Needs.of_states(model, *taps)
+        masks, ids = traits.masks, few_ids(model)
+        target = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks, needs)
+        with torch.no_grad():
+            target.prefill(ids, None)
+            columns = 1 if head.reads_end else ids.shape[1]
+            for tap in taps:
+                shape = tuple(target.states[tap][:, -columns:].shape)
+                if shape != (1, columns, config.target_hidden_size):
+                    raise ValueError(
+                        f"hidden state {tap} of {ids.shape[1]} tokens has the shape {shape}; expected a width of "
+                        f"{config.target_hidden_size}"
+                    )
+            width = head.embed(ids, model).shape[-1]
+            if width != config.hidden_size:
+                raise ValueError(f"the target's embedding has width {width}, the head's states {config.hidden_size}")
+            if head.shares_output and model.get_output_embeddings() is None:
+                raise ValueError("the target has no output embedding, which the head needs to compute logits")
+    except Exception as error:
+        raise ValueError(problem + str(error)) from error
+    return needs

@@ -1,0 +1,1 @@
+"""Medusa: several small heads over the last hidden state."""

@@ -1,0 +1,196 @@
+"""Medusa (2401.10774) and blockwise parallel decoding (1811.03115): several heads draft from the target's last hidden state.
+Drafting needs no forward pass: all heads read the same state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...core.acceptance import top1
+from ...core.drafts import Draft, Round
+from ...core.host import on_device
+from ...core.text import Text
+from ...engine.needs import Needs
+from ...engine.parts import device_of, unwrapped
+from ...engine.traits import Traits, require_verifiable_cache
+from ...lengths.cost_model import UNMEASURED, best_size
+from ...lengths.rates import Rates
+from ..shared.base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
+from ..shared.registry import register
+from ..shared.trees import best_paths, from_lists
+from .head import MedusaHeads, output_size, require_medusa
+
+NODES_CPU, NODES = 24, 64
+
+
+@register("medusa")
+@dataclass(frozen=True)
+class Medusa(HeadSpec):
+    """Trained heads draft a token tree from the target's last hidden state: `"medusa:DIR"`.
+
+    Args:
+        path: folder, `zoo:` name or Hub id of heads trained for this target, in any of Medusa's formats; or `MedusaHeads`.
+        tree: True (default) drafts a tree of several candidates per head. False drafts the top-1 token of each head, a chain
+            of the policy's draft length (blockwise parallel decoding, 1811.03115), for large batches, where every drafted
+            token adds to the cost of verification. Targets that cannot verify trees get chains.
+        candidates: candidates of each head that the tree may use, at least 1.
+        nodes: a fixed tree size, at least 1. By default it is chosen by measured cost, at most 64 nodes on an accelerator and
+            24 on a CPU.
+    """
+
+    title = "Medusa heads"
+    trained = trees = True
+    acceptance = (0.45, 0.7)
+    served_as = "medusa"
+    training = "assisted.methods.medusa.train:MedusaTraining"
+
+    path: str | MedusaHeads
+    tree: bool = True
+    candidates: int = 8
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self, "candidates", "nodes")
+
+    def memory(self, room: Room) -> dict[str, int]:
+        if not isinstance(self.path, str):
+            return {}
+        return {self.title: require_medusa(self.path, room.target) * room.dtype.itemsize}
+
+    @classmethod
+    def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
+        return "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
+
+    def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
+        """Load the heads and locate the hidden states that they read. kwargs: dtype, Hub arguments.
+
+        Raises ValueError for invalid heads, for a target that they do not fit, and for a target whose hidden states cannot be
+        read.
+        """
+        model = unwrapped(target.model)
+        require_verifiable_cache(model)
+        try:
+            needs = Needs.of_states(model, -1)
+        except Exception as error:
+            raise ValueError(f"draft: Medusa heads cannot be used with this target: {error}") from error
+        size, hidden_size = output_size(model)
+        heads = self.path
+        if isinstance(heads, str):
+            device = device_of(model.get_output_embeddings())  # that of the last hidden states
+            heads = MedusaHeads.load(heads, model, **kwargs).to(device, kwargs.get("dtype", model.dtype))
+        if heads.hidden_size != hidden_size or (heads.token_map is None and heads.vocab_size not in (0, size)):
+            raise ValueError(
+                f"draft: these heads have hidden size {heads.hidden_size} and vocabulary size {heads.vocab_size}, the target "
+                f"{hidden_size} and {size}; heads work only with the model that they were trained for"
+            )
+        return MedusaDrafter(self, heads.eval(), model, needs)
+
+
+class MedusaDrafter(Drafter):
+    """Loaded heads, which are not changed, and statistics of how often they are right. They may share the target's output
+    embedding, and read its last hidden state."""
+
+    def __init__(self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, needs: Needs):
+        self.spec, self.heads, self.target, self.needs = spec, heads, target, needs
+        self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
+
+    @property
+    def sizes_trees(self) -> bool:
+        """Whether drafts are trees: requested by the spec, and the target can verify them."""
+        return self.spec.tree and Traits.of(self.target).masks.trees
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.heads]
+
+    def save(self, folder: Path) -> None:
+        """Save the heads in a format that the spec reads."""
+        plain = self.heads.token_map is None and self.heads.bias is not None
+        self.heads.save(folder, "medusa" if plain else "vllm", self.target)
+
+    def start(self, call: Call) -> MedusaDrafting:
+        return MedusaDrafting(self, call)
+
+
+class MedusaDrafting(Drafting):
+    """The heads' guesses during one `generate`.
+
+    If the last accepted token of a round is at position t, the target's own token at t + 1 is committed as well. Head h then
+    predicts position t + 2 + h, which is depth h + 1 of the draft.
+    """
+
+    def __init__(self, drafter: MedusaDrafter, call: Call):
+        self.call = call
+        self.drafter = drafter
+        self.rates = drafter.rates[call.distribution.do_sample]
+        self.text: Text | None = None
+        # by row, then by head: the best tokens and their probabilities, until they are verified
+        self.guesses: dict[int, list[tuple[list[int], list[float]]]] = {}
+        # the target's hidden state of the last but one committed token of each row, [B, H]
+        (self.last,) = drafter.needs.states
+        self.states = call.states[self.last][:, -1]
+
+    def propose(self, text: Text, budget: int) -> Draft:
+        self.text = text
+        heads = self.drafter.heads
+        logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
+        if self.drafter.sizes_trees and self.call.target.masks.trees:
+            return self._tree(text, logits.float())
+        tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
+        return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
+
+    def observe(self, round: Round) -> None:
+        """Keep the hidden states of the committed tokens, whichever drafter proposed them, and judge the last guesses."""
+        counts, path = round.kept, round.path
+        hidden = round.states[self.last]
+        last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
+        if path is not None:
+            last = [columns[index] for columns, index in zip(path, last, strict=True)]
+        self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
+        self._learn(counts)
+
+    def _learn(self, counts: list[int]) -> None:
+        """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
+        if self.text is None or not self.guesses:
+            return
+        new = self.text.since([length - count for length, count in zip(self.text.lengths, counts, strict=True)])
+        outcomes = []
+        for row, guesses in self.guesses.items():
+            for head, ((guessed, sure), token) in enumerate(zip(guesses, new[row], strict=False)):
+                right = [guess == token for guess in guessed]
+                outcomes.append((sure, head, right))
+                if not any(right):
+                    break
+        if outcomes:
+            self.rates.learn(outcomes)
+        self.guesses = {}
+
+    def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
+        """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
+        drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
+        best, columns = logits.softmax(-1).topk(min(spec.candidates, logits.shape[-1]))  # [D, B, k]
+        sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
+        limit = spec.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
+        trees = [best_paths([], 0)] * text.rows
+        for row in growing:
+            if math.isnan(sure[0][row][0]):
+                raise FloatingPointError("the heads' logits are not a number")
+            self.guesses[row] = [(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
+            trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], limit)
+        worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
+        costs = self.call.length.costs or UNMEASURED
+        count = spec.nodes or best_size(worth, lambda nodes: costs.draft + costs.verify_seconds(nodes + 1))[0]
+        trees = [tree.cut(count) for tree in trees]
+        chosen = [
+            [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
+            for row, tree in enumerate(trees)
+        ]
+        return from_lists(chosen, [tree.parents for tree in trees], text.ids.device, sum(worth[:count]))

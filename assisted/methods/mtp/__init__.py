@@ -1,0 +1,1 @@
+"""Multi-token prediction: the layers that a target was trained with."""

@@ -1,0 +1,1 @@
+"""Drafts of a model with another tokenizer, translated."""

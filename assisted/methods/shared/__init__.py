@@ -1,0 +1,1 @@
+"""What several methods need. Nothing here names a method."""

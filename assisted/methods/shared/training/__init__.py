@@ -1,0 +1,1 @@
+"""What the trainers of several methods need: texts, features of the target, losses."""

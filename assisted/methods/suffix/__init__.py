@@ -1,0 +1,1 @@
+"""Suffix trees over what was written: text that repeats."""

@@ -15,18 +15,21 @@ from typing import Any
 
 __all__ = ["MOVED", "MovedFinder"]
 
-_SHARED = ("base", "chain", "guarded", "lookup", "model_drafter", "registry", "tree_growth", "trees")
+_SHARED = ("base", "chain", "guarded", "lookup", "model_drafter", "part", "registry", "room", "tree_growth", "trees")
 _HEADS = {"assistant": "assistant", "block": "dflash", "eagle": "eagle", "medusa": "medusa", "mtp": "mtp"}
 
 MOVED: dict[str, str] = {
     **{name: f"lab.{name}" for name in ("audit", "bench", "doctor", "handover", "notebook", "plan", "training")},
     **{name: f"core.{name}" for name in ("acceptance", "drafts", "lossy", "report", "text")},
     **{f"engine.{name}": f"core.{name}" for name in ("clock", "host")},
+    "admission": "calls.admission",
     "drafters": "methods",
     **{f"drafters.{name}": f"methods.shared.{name}" for name in _SHARED},
     **{f"drafters.{old}": f"methods.{new}.draft" for old, new in _HEADS.items()},
     "drafters.pard": "methods.draft_model.pard",
     "drafters.pard2": "methods.draft_model.pard2",
+    "drafters.recurrent_drafter": "methods.draft_model.recurrent",
+    "drafters.tree_drafter": "methods.draft_model.tree",
     "drafters.suffix_memory": "methods.suffix.memory",
     "drafters.suffix_tree": "methods.suffix.tree",
     "drafters.translation": "methods.other_tokenizer.translation",
@@ -40,7 +43,9 @@ MOVED: dict[str, str] = {
         if old in ("block", "eagle", "mtp")
     },
     "heads.mtp_layouts": "methods.mtp.layouts",
-    "heads.files": "methods.shared.files",
+    **{f"heads.{name}": f"methods.shared.{name}" for name in ("files", "runner")},
+    "heads.block_runner": "methods.dflash.runner",
+    "heads.fused": "methods.eagle.fused",
     **{f"training.{old}": f"methods.{new}.train" for old, new in _HEADS.items()},
     "training.distill": "methods.draft_model.train",
     "training.early_exit": "methods.early_exit.train",

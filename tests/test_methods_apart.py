@@ -1,5 +1,6 @@
 """Methods that nothing else names: without its file or folder, everything else works as before."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import assisted
+from assisted.moved import MOVED
 
 PACKAGE = Path(assisted.__file__).parent
 REST = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import assisted
+from assisted.moved import MOVED
 from assisted.methods import METHODS
 from transformers import LlamaConfig, LlamaForCausalLM
 assert assisted.__file__.startswith(sys.argv[1]), assisted.__file__
@@ -68,3 +71,22 @@ def test_a_deleted_method_leaves_the_rest(place, names, tmp_path):
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert int(ran.stdout.split()[-1]) >= 7
+
+
+@pytest.mark.parametrize("old", [name for name in MOVED if name not in ("drafters", "heads")])
+def test_an_old_name_of_a_module_gives_the_same_module(old):
+    made = importlib.import_module(f"assisted.{old}")
+    new = importlib.import_module(f"assisted.{MOVED[old]}")
+    assert made is new or old == "training"
+    assert set(getattr(new, "__all__", ())) <= set(dir(made)) | {"train"}
+
+
+def test_a_package_that_has_moved_exports_what_it_did():
+    from assisted.drafters import Suffix, parse
+
+    from assisted import drafters, heads
+
+    assert (drafters.Suffix, drafters.parse) == (Suffix, parse)
+    assert importlib.import_module("assisted.heads.eagle").EagleHead is heads.eagle.EagleHead
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        importlib.import_module("assisted.drafters.nothing")

@@ -332,7 +332,7 @@ def test_a_window_is_counted_as_it_is_allocated(draft: Any, window: int, tmp_pat
     pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft=draft, draft_length=4, draft_window=window)
     caches: list[SlotCache] = []
     with pytest.MonkeyPatch.context() as watching:
-        for module in ("drafters.model_drafter", "heads.runner"):
+        for module in ("methods.shared.model_drafter", "methods.shared.runner"):
             watching.setattr(
                 f"assisted.{module}.keep_last", lambda cache, kept: (caches.append(cache), keep_last(cache, kept))
             )

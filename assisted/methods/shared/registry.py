@@ -199,11 +199,9 @@ def kind_of(path: str | Path) -> str | None:
     except (OSError, ValueError):
         return None
     found = next((name for name, method in METHODS.items() if method.reads(fields, folder)), None)
-    named = [
-        name
-        for name in (*(fields.get("architectures") or ()), fields.get("model_type"))
-        if "speculator" in str(name).lower()
-    ]
+    classes = fields.get("architectures")
+    classes = classes if isinstance(classes, list) else []
+    named = [name for name in (*classes, fields.get("model_type")) if "speculator" in str(name).lower()]
     kind = fields.get("speculators_model_type", next(iter(named), None))
     if found is None and kind is not None:
         raise ValueError(f"draft: {folder} is a speculator of kind {kind!r}, which no installed method reads")

@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...engine.libraries import CACHE
 from ..shared.heads import Head
+from ..shared.training.masks import unrolled_mask  # noqa: F401  (an old name of it)
 from .config import FULL, SLIDING, EagleConfig
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}

@@ -11,8 +11,9 @@ import assisted
 from assisted import AssistedModelForCausalLM
 
 PACKAGE = Path(assisted.__file__).parent
-CEILINGS = {"eager": (55, 2760), "auto": (63, 3480)}
-"""By `fast`: files, and lines of the functions entered in them, docstrings included. Lower them whenever the call allows."""
+CEILINGS = {"eager": (57, 2900), "auto": (67, 3700)}
+"""By `fast`: files, and lines of the functions entered in them, docstrings included, with room for what other processors run (55 and
+2,760, 63 and 3,470 on a Zen 4). Lower them whenever the call allows."""
 
 
 def lines_run(call):

@@ -154,3 +154,6 @@ def _read(fields: dict[str, Any]) -> PretrainedConfig:
     if kind not in CONFIG_MAPPING:
         return PretrainedConfig.from_dict(fields)
     return AutoConfig.for_model(kind, **{name: value for name, value in fields.items() if name != "model_type"})
+
+
+AutoConfig.register("assisted", AssistedConfig, exist_ok=True)  # here, as planning reads configs and no models

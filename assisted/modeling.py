@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
@@ -540,5 +539,4 @@ class AssistedModelForCausalLM(ForwardsToTarget):
 
 
 # assisted/__init__.py may have added the names to transformers' tables already
-AutoConfig.register("assisted", AssistedConfig, exist_ok=True)
 AutoModelForCausalLM.register(AssistedConfig, AssistedModelForCausalLM, exist_ok=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -438,3 +440,12 @@ def test_sizes_and_cards() -> None:
     assert bytes_of("12GB") == bytes_of("12") == 12 * 10**9 and bytes_of("1.5 GiB") == 3 * 2**29 and bytes_of(7) == 7
     assert all(memory >= 8 and rate > 100 for memory, rate in CARDS.values())
     assert expected_tokens(1.0, 3) == 4 and expected_tokens(0.5, 2) == 1.75 and expected_tokens(0.0, 5) == 1
+
+
+def test_the_command_plans_a_saved_pair(tmp_path: Path) -> None:
+    """In a process of its own, which has imported no more than the command does."""
+    AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:eagle3").save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "assisted", "plan", str(tmp_path), "--device", "cpu", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "EAGLE" in ran.stdout

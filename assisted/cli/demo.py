@@ -159,7 +159,7 @@ def _underlined(tokenizer: Any, start: str, watch: Watch) -> str:
 def _draw_result(console: Console, result: Result) -> None:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("same\ntokens", "tokens\n/pass", "drafts\nkept", "ms per\ntoken", "\nspeedup", "by\ndraft"):
+    for name in ("same\ntokens", "tokens\n/pass", "drafts\nkept", "ms per\ntoken", "\nspeedup", "over no\ndraft"):
         table.add_column(name, justify="right", no_wrap=True)
     point = result.points[0]
     for row in point.rows:
@@ -185,7 +185,7 @@ def _draw_result(console: Console, result: Result) -> None:
         f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
         f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
         f"Timed runs, in turns: {len(ran.seconds)}. Speedup over plain: median [95% interval]. `assisted bench` measures more.",
-        "By drafting: over this package without a draft, whose loop and kernels are the rest of the speedup.",
+        "Over no draft: what drafting adds to this package's loop and kernels, which are the rest of the speedup.",
         "Plain is transformers' `generate`, not compiled. Passes are forward passes of the target, the prompts' included.",
         f"transformers drafts {how}, with the fastest of {settings} settings.",
         f"{ran.repeated_4grams:.0%} of the generated 4-grams repeat an earlier one; repetition makes drafting look better.",

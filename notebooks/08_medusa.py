@@ -27,6 +27,7 @@
 import heapq
 import itertools
 import random
+import sys
 from collections import Counter
 from itertools import islice
 
@@ -39,7 +40,9 @@ from assisted import AssistedModelForCausalLM, LossyTypical, Medusa, zoo
 from assisted.bench import held_out_prompts
 from assisted.drafters.trees import best_paths
 from assisted.drafts import Draft
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:medusa"

@@ -27,6 +27,7 @@
 import copy
 import itertools
 import random
+import sys
 from itertools import islice
 from pathlib import Path
 
@@ -39,7 +40,9 @@ from assisted import AssistedModelForCausalLM, Eagle, zoo
 from assisted.bench import held_out_prompts
 from assisted.heads.eagle import unrolled_mask
 from assisted.heads.medusa import MedusaHeads
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:eagle3"

@@ -27,6 +27,7 @@
 import heapq
 import math
 import random
+import sys
 import time
 from itertools import pairwise, product
 
@@ -37,7 +38,9 @@ from transformers import DynamicCache
 from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance, bench
 from assisted.drafters.trees import best_paths, chosen_nodes
 from assisted.drafts import Draft
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table, token_tree
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table, token_tree
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

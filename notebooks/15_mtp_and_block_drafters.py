@@ -28,6 +28,7 @@ import copy
 import itertools
 import json
 import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -39,13 +40,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import MTP, AssistedModelForCausalLM, DFlash, zoo
 from assisted.bench import held_out_prompts
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 from assisted.training.block import BlockSettings, BlockTraining
 from assisted.training.data import Text, tokenize
 from assisted.training.mtp import MTPSettings, MTPTraining
 from assisted.training.plan import Plan
 from assisted.training.trainer import train
 from assisted.zoo import corpus
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, SHIPPED = "zoo:target", "zoo:hybrid"  # both heads are trained for TARGET; SHIPPED has an MTP layer of its own

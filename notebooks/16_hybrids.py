@@ -26,6 +26,7 @@
 # %% tags=["setup", "folded"]
 import copy
 import random
+import sys
 
 import matplotlib.pyplot as plt
 import torch
@@ -34,7 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from assisted import MTP, AssistedModelForCausalLM, zoo
 from assisted.engine.columns import Columns
 from assisted.engine.delta import Read, delta_rule
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET = "zoo:hybrid"  # nine layers with the gated delta rule, and three with attention, as in Qwen3.5

@@ -27,6 +27,7 @@
 import itertools
 import json
 import random
+import sys
 
 import matplotlib.pyplot as plt
 import torch
@@ -34,7 +35,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from assisted import AssistedModelForCausalLM, GrammarProcessor, zoo
 from assisted.grammars import Matcher
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

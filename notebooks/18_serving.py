@@ -26,6 +26,7 @@
 import itertools
 import math
 import random
+import sys
 import time
 
 import matplotlib.pyplot as plt
@@ -34,9 +35,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, SessionPool, zoo
 from assisted.lengths.policies import Never
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
 from assisted.training.data import pack, tokenize
 from assisted.zoo import corpus
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

@@ -26,6 +26,7 @@
 # %% tags=["setup", "folded"]
 import itertools
 import random
+import sys
 import time
 
 import matplotlib.pyplot as plt
@@ -34,7 +35,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.notebook import COLOURS, attempt, compare, figure_style, show, table
+
+sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
+from kit import COLOURS, attempt, compare, figure_style, show, table
 
 # %%
 TARGET, DRAFT = "zoo:target", "zoo:draft"

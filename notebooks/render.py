@@ -15,7 +15,7 @@ from address import BADGE, colab, repository
 from nbformat import NotebookNode
 
 HERE = Path(__file__).resolve().parent
-INK = "#7d8082"  # assisted.notebook.INK: on the site, text and axes have the page's own colour
+INK = "#7d8082"  # kit.INK: on the site, text and axes have the page's own colour
 FOLDED = {"folded": 'note "The code"', "check": 'note "The check"', "answer": 'success "Answer"'}
 ANSWER = re.compile(r"^<details>\n<summary>Answer</summary>\n\n|\n\n</details>$")  # of an answer in Markdown
 ROUND = re.compile(r"!\[[^\]]*\]\(\.\./docs/assets/round\.svg\)")  # the site draws it in the page's own colour

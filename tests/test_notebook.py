@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import json
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-
-from assisted.lab.notebook import COLOURS, INK, attempt, compare, figure_style, show, slider, table, token_tree
-from assisted.lab.notebook import kit as notebook
+from kit import COLOURS, INK, attempt, compare, figure_style, show, slider, table, token_tree
 
 
 def doubled(candidate) -> None:
@@ -197,13 +193,3 @@ def test_token_tree_refuses() -> None:
     for parents in ([-1, 1], [0, -1], [-2, -1]):
         with pytest.raises(ValueError, match="parents"):
             token_tree(["a", "b"], parents, [0.5, 0.5])
-
-
-@pytest.mark.parametrize("name", ["kit", "slider", "tree"])
-def test_no_plotting_library_at_import(name: str) -> None:
-    """The package has to be importable without the extra."""
-    tree = ast.parse(Path(notebook.__file__).with_stem(name).read_text(encoding="utf-8"))
-    outside = {"matplotlib", "matplotlib_inline", "IPython"}
-    at_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {name.name for node in at_top for name in node.names} | {getattr(node, "module", "") for node in at_top}
-    assert not {name.split(".")[0] for name in names if name} & outside

@@ -19,9 +19,8 @@ import textwrap
 from pathlib import Path
 from types import ModuleType
 
+import kit
 import pytest
-
-from assisted.lab.notebook import kit as notebook
 
 pytestmark = pytest.mark.documents
 
@@ -133,7 +132,7 @@ SMALL = """
 # %pip install nothing
 
 # %% tags=["setup"]
-from assisted.notebook import attempt
+from kit import attempt
 
 # %% [markdown]
 # ## Question
@@ -308,7 +307,7 @@ def test_problems_are_found(small: Path) -> None:
 
 def test_a_page_of_a_notebook(small: Path) -> None:
     made = build.read(small)
-    svg = f'<?xml version="1.0"?>\n<svg width="9pt" viewBox="0 0 9 9"><g id="a" style="fill: {notebook.INK}"/></svg>'
+    svg = f'<?xml version="1.0"?>\n<svg width="9pt" viewBox="0 0 9 9"><g id="a" style="fill: {kit.INK}"/></svg>'
     made.cells[2].outputs = [
         nbformat.v4.new_output("stream", text="three ``` ticks\n"),
         nbformat.v4.new_output("display_data", data={"image/svg+xml": svg, "text/plain": "<Figure>"}),
@@ -334,7 +333,7 @@ def test_folded_code_shows_its_output(small: Path) -> None:
     assert made.cells[2].metadata.jupyter.source_hidden
     nbformat.write(made, small.with_suffix(".ipynb"))
     page = render.render(small.with_suffix(".ipynb"))
-    assert '??? note "The code"\n\n    ``` { .python }\n    from assisted' in page.markdown
+    assert '??? note "The code"\n\n    ``` { .python }\n    from kit' in page.markdown
     assert "\n``` { .text .no-copy .output }\nthree\n```" in page.markdown
 
 
@@ -346,8 +345,8 @@ def test_student_version_holds_no_output(source: Path) -> None:
 
 
 def test_ink_is_the_same_in_figures_and_pages() -> None:
-    assert render.INK == notebook.INK
-    assert notebook.INK not in notebook.COLOURS.values(), "a curve would lose its colour on the site"
+    assert render.INK == kit.INK
+    assert kit.INK not in kit.COLOURS.values(), "a curve would lose its colour on the site"
 
 
 def test_unknown_notebook_is_refused(capsys: pytest.CaptureFixture) -> None:

@@ -1,6 +1,6 @@
 """Shared by the notebooks: predictions, exercises, figures, tables and pictures with sliders."""
 
-from .kit import INK, Table, attempt, compare, figure_style, show, table
+from .shown import INK, Table, attempt, compare, figure_style, show, table
 from .slider import COLOURS, Picture, slider
 from .tree import token_tree
 

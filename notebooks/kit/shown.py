@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...extras import install
+from assisted.extras import install
+
 from .slider import COLOURS
 
 INK = "#7d8082"  # text and axes: contrast 4 with white and with dark ground

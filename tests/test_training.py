@@ -551,7 +551,7 @@ def test_low_rank_changes_are_merged(target, text, tmp_path):
     assert 0 < sum(p.numel() for p in method.trained()) < total / 2
     quietly(method, text, PLAN, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    torch.testing.assert_close(loaded(ids).logits, method.model(ids).logits)
+    torch.testing.assert_close(loaded(ids).logits, method.target(ids).logits)
     assert not torch.allclose(loaded(ids).logits, before)
 
 

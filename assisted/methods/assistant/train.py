@@ -15,9 +15,8 @@ from ...engine.cache import SlotCache
 from ...engine.libraries import CACHE
 from ...engine.parts import unwrapped
 from ..shared.training.features import Features, Seen
-from ..shared.training.heads import HeadTraining
+from ..shared.training.heads import HeadTraining, columns_of
 from ..shared.training.losses import Loss, require_known
-from ..shared.training.method import Method, Start
 from ..shared.training.plan import require_positive, setting
 from .head import AssistantHead, Keys, fields_for, save_assistant
 
@@ -88,18 +87,12 @@ class AssistantTraining(HeadTraining):
             if output is not None and output.shape == head.model.embed_tokens.weight.shape:
                 head.model.embed_tokens.weight.copy_(output)
 
-    @classmethod
-    def make(cls, settings: AssistantSettings, start: Start) -> Method:
-        return cls(start.target, settings, start.seed, start.compiled)
-
     def save(self, folder: Path) -> None:
         save_assistant(self.student, folder)
 
     def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
         """As `HeadTraining`. Column i sees the keys of the tokens 0 to i, and has the position i + 1 in all steps."""
-        head, columns = self.student, ids.shape[1] - steps
-        if columns < 1:
-            raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
+        head, columns = self.student, columns_of(ids, steps)
         positions = torch.arange(1, columns + 1, device=ids.device)
         slots, keys = torch.arange(columns, device=ids.device), {}
         for kind, source in head.sources.items():

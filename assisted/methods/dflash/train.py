@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ..eagle.config import FULL, SLIDING
-from ..shared.training.features import Features, Seen
+from ..shared.training.features import Seen
 from ..shared.training.heads import start_norm
 from ..shared.training.losses import DIVERGENCES, Agreement, Loss, agreement, log_probabilities, require_known, summed
-from ..shared.training.method import Method, Start
+from ..shared.training.method import Method
 from ..shared.training.plan import require_positive, setting
 from .config import BlockConfig
 from .formats import save_block
@@ -79,7 +79,6 @@ class BlockTraining(Method):
     student: BlockHead
 
     def __init__(self, target: PreTrainedModel, settings: BlockSettings, seed: int = 0, compiled: bool = False):
-        super().__init__(settings, target, compiled)
         fields: dict[str, Any] = {"num_hidden_layers": settings.layers, "block_size": settings.block}
         if settings.taps is not None:
             fields["taps"] = tuple(settings.taps)
@@ -101,13 +100,8 @@ class BlockTraining(Method):
             start_norm(head.norm.weight, output, target)
         if config.markov is not None:
             torch.nn.init.zeros_(head.markov_head.markov_w2.weight)  # at first, no correction
-        self.target, self.frozen, self.layers = target, (target,), (head.fc, head.layers)
-        self.positions = range(1, config.drafts + 1)
-        self._features = Features(target, config.taps, compiled)
-
-    @classmethod
-    def make(cls, settings: BlockSettings, start: Start) -> Method:
-        return cls(start.target, settings, start.seed, start.compiled)
+        super().__init__(settings, target, compiled, config.taps)
+        self.layers, self.positions = (head.fc, head.layers), range(1, config.drafts + 1)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "taps": list(self.student.config.taps)}

@@ -15,9 +15,8 @@ from ... import zoo
 from ...engine.parts import find_layers
 from ...loading.gguf import load_model
 from ...loading.vocabulary import find_tokenizer, same_tokens
-from ..shared.training.features import Features
 from ..shared.training.losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
-from ..shared.training.method import Method, Start
+from ..shared.training.method import Method
 from ..shared.training.plan import setting
 
 _SHORTEST_PROMPT = 8  # tokens of text that a draft continues
@@ -79,9 +78,8 @@ class Distillation(Method):
         compiled: bool = False,
         student: PreTrainedModel | None = None,
     ):
-        super().__init__(settings, target, compiled)
+        super().__init__(settings, target, compiled, taps=())
         self.tokenizer = tokenizer
-        self._features = Features(target, compiled=compiled)
         if student is not None:
             self.student = student
         elif settings.draft is None:
@@ -97,11 +95,6 @@ class Distillation(Method):
         if compiled:
             for layer in self.layers:
                 layer.compile()
-        self.frozen = (target,)
-
-    @classmethod
-    def make(cls, settings: DistillSettings, start: Start) -> Method:
-        return cls(start.target, start.tokenizer, settings, start.compiled)
 
     def mixed(self, ids: Tensor) -> Tensor:
         """A batch of which the draft itself writes its share. [B, T] int64, as `ids`."""

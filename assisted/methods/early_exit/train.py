@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...engine.parts import Pass, back, find_layers, tapped
 from ...extras import install
 from ..shared.training.losses import Agreement, agreement
-from ..shared.training.method import Method, Start
+from ..shared.training.method import Method
 from ..shared.training.plan import setting
 
 _MEASURED_EXITS = 4
@@ -63,7 +63,7 @@ class EarlyExitTraining(Method):
     """A model whose early layers learn to predict through its own final norm and output layer.
 
     Args:
-        model: trained in place; load a copy if you want to keep it.
+        target: trained in place; load a copy if you want to keep it.
         tokenizer: saved with the model.
         settings: how the exits are trained.
         seed: of the layers left out.
@@ -79,31 +79,25 @@ class EarlyExitTraining(Method):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         settings: EarlyExitSettings,
         seed: int = 0,
         compiled: bool = False,
     ):
-        super().__init__(settings, model, compiled)
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.model = model
-        self._layers = find_layers(model)
+        super().__init__(settings, target, compiled)
+        self.tokenizer, self.seed = tokenizer, seed
+        self._layers = find_layers(target)
         count = len(self._layers)
         if count < 2:
             raise ValueError("target: it has one layer, but exits come before the last layer")
-        self.student: nn.Module = model if settings.lora is None else _with_lora(model, settings.lora, seed)
-        self.layers = self._layers.of(model)
+        self.student: nn.Module = target if settings.lora is None else _with_lora(target, settings.lora, seed)
+        self.layers = self._layers.of(target)
         if compiled:
             for layer in self.layers:
                 layer.compile()
         spread = (round(count * (i + 1) / (_MEASURED_EXITS + 1)) for i in range(_MEASURED_EXITS))
         self.positions = sorted({max(1, layer) for layer in spread})
-
-    @classmethod
-    def make(cls, settings: EarlyExitSettings, start: Start) -> Method:
-        return cls(start.target, start.tokenizer, settings, start.seed, start.compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         count = len(self._layers)
@@ -123,21 +117,21 @@ class EarlyExitTraining(Method):
         return [agreement(logits, self._exit_logits(ids, states[layer])) for layer in self.positions]
 
     def save(self, folder: Path) -> None:
-        whole = self.student.merge_and_unload() if self.about.lora is not None else self.model  # type: ignore[operator]
+        whole = self.student.merge_and_unload() if self.about.lora is not None else self.target  # type: ignore[operator]
         whole.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
     def _run(self, ids: Tensor, dropped: frozenset[int], exits: Sequence[int]) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [B, T, V], and for each exit the states [B, T, H] after its layers."""
-        own = zip(self._layers.of(self.model), self._layers.forms, strict=True)
+        own = zip(self._layers.of(self.target), self._layers.forms, strict=True)
         layers = [Pass(form) if number in dropped else layer for number, (layer, form) in enumerate(own)]
-        model, taps = tapped(self.model, self._layers, exits, own=layers)
+        model, taps = tapped(self.target, self._layers, exits, own=layers)
         logits = model(input_ids=ids, use_cache=False, return_dict=True).logits
         return logits, {number: tap.hidden for number, tap in taps.items()}
 
     def _exit_logits(self, ids: Tensor, states: Tensor) -> Tensor:
         """The model's own final norm and output layer on early states, [B, T, H] -> [B, T, V]."""
-        model, inject = back(self.model, self._layers, len(self._layers))
+        model, inject = back(self.target, self._layers, len(self._layers))
         inject.hidden = states
         return model(input_ids=ids, use_cache=False, return_dict=True).logits
 

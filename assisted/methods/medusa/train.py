@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...engine.parts import find_layers
-from ..shared.training.features import Features
 from ..shared.training.losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
-from ..shared.training.method import Method, Start
+from ..shared.training.method import Method
 from ..shared.training.plan import require_positive, setting
 from .head import MedusaHeads
 
@@ -56,19 +55,12 @@ class MedusaTraining(Method):
     student: MedusaHeads
 
     def __init__(self, target: PreTrainedModel, settings: MedusaSettings, seed: int = 0, compiled: bool = False):
-        super().__init__(settings, target, compiled)
         self._last = len(find_layers(target))
-        self._features = Features(target, [self._last], compiled)
+        super().__init__(settings, target, compiled, [self._last])
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.student = MedusaHeads.for_target(target, settings.heads, settings.layers, settings.own_output)
-        self.target = target
-        self.frozen = (target,)
         self.positions = range(1, settings.heads + 1)
-
-    @classmethod
-    def make(cls, settings: MedusaSettings, start: Start) -> Method:
-        return cls(start.target, settings, start.seed, start.compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)

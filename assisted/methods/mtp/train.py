@@ -4,19 +4,16 @@ the trainer's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..shared.training.features import Seen
-from ..shared.training.heads import HeadTraining, causal_mask
+from ..shared.training.heads import HeadTraining
 from ..shared.training.losses import Loss, require_known
-from ..shared.training.method import Method, Start
 from ..shared.training.plan import require_positive, setting
 from .formats import common_names, written_names
 from .head import MTPHead, SequentialMTP, first_tensors, save_mtp
@@ -86,29 +83,8 @@ class MTPTraining(HeadTraining):
             for head in heads:
                 head.layer.compile()
 
-    @classmethod
-    def make(cls, settings: MTPSettings, start: Start) -> Method:
-        return cls(start.target, settings, start.compiled)
-
     def save(self, folder: Path) -> None:
         save_mtp(self.student, folder)
 
-    def _unrolled(self, ids: Tensor, seen: Seen, steps: int) -> Iterator[tuple[slice, Tensor]]:
-        """As `HeadTraining`. With several layers, step k is layer k's over the whole text, which reads what layer k - 1 has
-        made of the column before; further steps are the last layer's, over its own states."""
-        if not isinstance(self.student, SequentialMTP):
-            yield from super()._unrolled(ids, seen, steps)
-            return
-        heads: list[Any] = list(self.student.layers)
-        columns = ids.shape[1] - steps
-        if columns < 1:
-            raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
-        positions = torch.arange(columns, device=ids.device)[None]
-        states = heads[0].fuse(self._inputs(seen)[:, :columns])
-        embeddings = heads[0].embed(ids[:, 1:], self.target)
-        cache = DynamicCache()
-        for step in range(steps):
-            head = heads[min(step, len(heads) - 1)]
-            mask = causal_mask(columns, max(0, step + 1 - len(heads)), embeddings)
-            states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
-            yield slice(step + 1, step + 1 + columns), states
+    def _heads(self) -> Sequence[Any]:
+        return [*self.student.layers] if isinstance(self.student, SequentialMTP) else [self.student]

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ....engine.needs import find_final_norm
 from ....engine.parts import find_layers
 from ..heads import Head
-from .features import Features, Seen
+from .features import Seen
 from .frozen import plain_output, rounded_products
 from .losses import Agreement, agreement, divergence, divergence_of_states, log_probabilities, summed
 from .masks import unrolled_mask
@@ -35,10 +35,8 @@ class HeadTraining(Method):
     student: Any  # a Head
 
     def __init__(self, settings: Any, target: PreTrainedModel, taps: Sequence[int], compiled: bool = False):
-        super().__init__(settings, target, compiled)
-        self.target, self.frozen = target, (target,)
+        super().__init__(settings, target, compiled, taps)
         self.positions = range(1, settings.positions + 1)
-        self._features = Features(target, taps, compiled)
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
         seen = self._features(ids)
@@ -67,21 +65,23 @@ class HeadTraining(Method):
         """The head's states for each drafted position in turn, [B, T - steps, H], and where the target's logits for the same
         tokens are. Column i of the first predicts token i + 2.
 
-        A draft starts at every position of the text. It reads the text's tokens and, from the second position on, its own
-        states.
+        A draft starts at every position of the text. It reads the text's tokens and, from the second position on, the states
+        of the position before. Several heads in turn (`_heads`) read the whole text each; the last one goes on alone.
         """
-        head: Head = self.student
-        columns = ids.shape[1] - steps
-        if columns < 1:
-            raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
+        heads, columns = self._heads(), columns_of(ids, steps)
         positions = torch.arange(columns, device=ids.device)[None]
-        states = head.fuse(self._inputs(seen)[:, :columns])
-        embeddings = head.embed(ids[:, 1:], self.target)  # column i is token i + 1
+        states = heads[0].fuse(self._inputs(seen)[:, :columns])
+        embeddings = heads[0].embed(ids[:, 1:], self.target)  # column i is token i + 1
         cache = DynamicCache()
         for step in range(steps):
-            mask = causal_mask(columns, step, embeddings)
+            head = heads[min(step, len(heads) - 1)]
+            mask = causal_mask(columns, max(0, step + 1 - len(heads)), embeddings)
             states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
             yield slice(step + 1, step + 1 + columns), states
+
+    def _heads(self) -> Sequence[Head]:
+        """Which heads draft the positions, in turn."""
+        return [self.student]
 
     def _inputs(self, seen: Seen) -> Tensor:
         return torch.cat([seen.states[tap] for tap in self.student.config.taps], -1)
@@ -103,6 +103,13 @@ class HeadTraining(Method):
             return divergence(self.about.loss, taught, drafted, weights, self.compiled) * weights.sum()
 
         return summed(of_rows, log_p, counts, states) / counts.sum().clamp(min=1)
+
+
+def columns_of(ids: Tensor, steps: int) -> int:
+    """At how many columns of a text a draft of so many steps can start. Raises ValueError if at none."""
+    if ids.shape[1] <= steps:
+        raise ValueError(f"context: {ids.shape[1]} tokens are too few to unroll {steps} steps")
+    return ids.shape[1] - steps
 
 
 def causal_mask(columns: int, step: int, like: Tensor) -> Tensor:

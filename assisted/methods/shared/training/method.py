@@ -3,6 +3,7 @@ Also how much memory a training needs. Knows modules; nothing of steps."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ....engine.traits import Traits
 from .data import Text
+from .features import Features
 from .losses import Agreement
 from .plan import Plan
 
@@ -47,16 +49,23 @@ class Method(ABC):
     positions: Sequence[int] = (1,)  # the numbers on that axis
     vocabulary: int  # V, of the logits
 
-    def __init__(self, about: Any, model: PreTrainedModel, compiled: bool = False):
-        """model: the target, or what is trained in its place. compiled: whether layers and losses are compiled."""
-        self.about = about
-        self.compiled = compiled
-        self.vocabulary = Traits.of(model).vocabulary
+    def __init__(self, about: Any, target: PreTrainedModel, compiled: bool = False, taps: Sequence[int] | None = None):
+        """target: or what is trained in its place. compiled: whether layers and losses are compiled. taps: of a target that is
+        never changed, the hidden states that are read (`Features`); None for a target that is trained."""
+        self.about, self.target, self.compiled = about, target, compiled
+        self.vocabulary = Traits.of(target).vocabulary
+        if taps is not None:
+            self.frozen = (target,)
+            self._features = Features(target, taps, compiled)
 
     @classmethod
-    @abstractmethod
     def make(cls, settings: Any, start: Start) -> Method:
-        """The method as `assisted train` runs it. settings: an instance of `options`. start: the target, the text, ..."""
+        """The method as `assisted train` runs it: `settings` and the fields of `start` that its class has as arguments.
+
+        settings: an instance of `options`. start: the target, the text, ...
+        """
+        given = {"settings": settings, **vars(start)}
+        return cls(**{name: given[name] for name in inspect.signature(cls).parameters if name in given})
 
     def settings(self) -> dict[str, Any]:
         """What decides the result besides the plan, ready for json. A checkpoint of other settings is not resumed."""

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,35 +101,59 @@ def held_out() -> None:
     pytest.importorskip("networkx")
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
-    assert main([*argv, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a command, which is told `typed` on standard input; gives what it printed, and with --json what that says."""
+
+    def run(*argv: str, typed: str | None = None, code: int = 0) -> Any:
+        if typed is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        assert main([*argv]) == code
+        printed = capsys.readouterr()
+        if "--json" not in argv or code:
+            return printed
+        return list(map(json.loads, printed.out.splitlines())) if argv[0] == "chat" else json.loads(printed.out)
+
+    return run
 
 
-def pipe(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[AssistedModelForCausalLM]:
+    """The pairs that are loaded from now on."""
+    found: list[AssistedModelForCausalLM] = []
+    load = AssistedModelForCausalLM.from_pretrained
+
+    def kept(*args: Any, **kwargs: Any) -> AssistedModelForCausalLM:
+        found.append(load(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(AssistedModelForCausalLM, "from_pretrained", kept)
+    return found
 
 
 # Arguments, errors, exit codes
 
 
+OF_PAIRS = ["--json", "--target", "--draft", "--draft-quantization", "--draft-length"]
+
+
 @pytest.mark.parametrize(
-    "argv", [[], ["demo"], ["generate"], ["chat"], ["zoo"], ["zoo", "list"], ["doctor"], ["bench"]], ids=str
+    ("argv", "options"),
+    [
+        ([], []),
+        (["zoo"], []),
+        (["zoo", "list"], ["--json"]),
+        *(([name], OF_PAIRS) for name in ("demo", "generate", "chat")),
+        (["doctor"], ["--json", "--device", "--dtype", "--draft", "--text"]),
+        (["bench"], ["--json", "--target", "--drafts", "--prompts", "--context", "--batch", "--html"]),
+    ],
 )
-def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(argv: list[str], options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([*argv, "--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert "usage: assisted" in out
-    if argv not in ([], ["zoo"]):
-        assert "--json" in out
-    of_pairs = ("target", "draft", "draft-quantization", "draft-length")
-    options = dict.fromkeys(("demo", "generate", "chat"), of_pairs) | {
-        "doctor": ("device", "dtype", "draft", "text"),
-        "bench": ("target", "drafts", "prompts", "context", "batch", "html"),
-    }
-    assert all(f"--{name}" in out for name in options.get(" ".join(argv), ()))
+    assert "usage: assisted" in out and all(option in out for option in options)
 
 
 @pytest.mark.parametrize("argv", [[], ["zoo"], ["train"]], ids=str)
@@ -183,49 +208,66 @@ def test_help_imports_neither_torch_nor_transformers(started: str) -> None:
     assert "usage: assisted" in done.stdout and done.stdout.endswith("\n[]\n")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--draft-length", "often"], "draft_length: 'often' is not known"),
-        (["--draft-length", "0"], "draft_length: 0 is not possible"),
-        (["--target", "zoo:nope"], "zoo:nope is not in the zoo"),
-        (["--target", "./nowhere", "--draft", "zoo:draft"], "nowhere"),
-        (["--draft", "ngram:0"], "max_ngram: 0"),
-        (["--draft", "zoo:draft", "--draft-quantization", "int99"], "int99"),
-        (["--draft-window", "8"], "draft_window: 8 is not possible, as Suffix keeps no keys and values"),
-        (["--draft", "zoo:draft", "--draft-window", "0"], "draft_window: 0 is not possible; give 1 or more"),
-        (["--draft-quantization", "nf4"], "draft_quantization: 'suffix', the default draft"),
-        (["--device", "abacus"], "device: abacus is not here"),
-        (["--top-p", "0.9"], "top_p: has no effect at temperature 0"),
-        (["--temperature", "-1"], "temperature"),
-    ],
-)
-def test_errors_are_one_line_for_people(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", PROMPT, *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("assisted: error: ")
-    assert message in captured.err
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
+TARGET = ("--target", "zoo:target")
+NUMBERS = {
+    "--temperature 1e-300": "temperature: 1e-300 is not possible",
+    "--temperature nan": "temperature: nan is not possible",
+    "--temperature inf": "temperature: inf is not possible",
+    "--temperature -1": "temperature: -1.0 is not possible",
+    "--temperature 1 --top-p nan": "top_p: nan is no number",
+    f"--seed {10**23}": f"seed: {10**23} is not possible",
+    f"--seed {-(2**63) - 1}": "seed: -9223372036854775809 is not possible",
+}
+ERRORS = [
+    *((("generate", PROMPT, *argv.split()), message) for argv, message in NUMBERS.items()),
+    *((("chat", *TARGET, *argv.split()), message) for argv, message in NUMBERS.items()),
+    (("generate", PROMPT, "--draft-length", "often"), "draft_length: 'often' is not known"),
+    (("generate", PROMPT, "--draft-length", "0"), "draft_length: 0 is not possible"),
+    (("generate", PROMPT, "--target", "zoo:nope"), "zoo:nope is not in the zoo"),
+    (("generate", PROMPT, "--target", "./nowhere", "--draft", "zoo:draft"), "nowhere"),
+    (("generate", PROMPT, "--draft", "ngram:0"), "max_ngram: 0"),
+    (("generate", PROMPT, "--draft", "zoo:draft", "--draft-quantization", "int99"), "int99"),
+    (
+        ("generate", PROMPT, "--draft-window", "8"),
+        "draft_window: 8 is not possible, as Suffix keeps no keys and values",
+    ),
+    (("generate", PROMPT, "--draft", "zoo:draft", "--draft-window", "0"), "draft_window: 0 is not possible; give 1 or"),
+    (("generate", PROMPT, "--draft-quantization", "nf4"), "draft_quantization: 'suffix', the default draft"),
+    (("generate", PROMPT, "--device", "abacus"), "device: abacus is not here"),
+    (("generate", PROMPT, "--top-p", "0.9"), "top_p: has no effect at temperature 0"),
+    (("generate", PROMPT, "--target", "BARE", "--draft", "BARE"), "has no tokenizer beside it"),
+    (("generate", ""), "the prompt is empty"),
+    # Python keeps such bytes of an argument, and of standard input in some locales, as halves of surrogate pairs
+    (("generate", "a\udcff"), "prompt: it is not UTF-8 (surrogates not allowed at character 1)"),
+    (("chat", *TARGET), "message: it is not UTF-8 (surrogates not allowed at character 1)"),
+    (("chat", "--target", "PLAIN", "--draft", "zoo:draft"), "no chat template"),
+    (("serve", "zoo:target", "--port", "99999"), "port: 99999 is none"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), ERRORS)
+def test_errors_are_one_line_for_people(
+    argv: tuple[str, ...], message: str, run: Callable[..., Any], tmp_path: Path
+) -> None:
+    for name in {"BARE", "PLAIN"} & {*argv}:
+        LlamaForCausalLM.from_pretrained(zoo.folder("target")).save_pretrained(tmp_path / name)
+        if name == "PLAIN":
+            save_tokenizer(tmp_path / name, template=None)
+    words = [str(tmp_path / word) if word in ("BARE", "PLAIN") else word for word in argv]
+    found = run(*words, typed="a\udcff" if message.startswith("message:") else "x = 1\n", code=2)
+    assert message in found.err.splitlines()[-1] and found.err.splitlines()[-1].startswith("assisted: error: ")
+    assert "Traceback" not in found.err and found.out == ""
 
 
 @pytest.mark.parametrize("target", ["zoo:target", "folder"])
 def test_without_a_draft_the_text_itself_drafts(
-    target: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target: str, stand_ins: Path, run: Callable[..., Any], loaded: list[AssistedModelForCausalLM]
 ) -> None:
-    loaded = []
-    load = AssistedModelForCausalLM.from_pretrained
-
-    def kept(*args: Any, **kwargs: Any) -> AssistedModelForCausalLM:
-        loaded.append(load(*args, **kwargs))
-        return loaded[-1]
-
-    monkeypatch.setattr(AssistedModelForCausalLM, "from_pretrained", kept)
     named = str(stand_ins / "target") if target == "folder" else target
-    argv = ["generate", PROMPT, "--target", named, "--max-new-tokens", "16"]
-    completion = run_json(capsys, *argv)["completion"]
+    argv = ["generate", PROMPT, "--target", named, "--max-new-tokens", "16", "--json"]
+    completion = run(*argv)["completion"]
     assert loaded[0].spec == Suffix()
-    assert completion == run_json(capsys, *argv, "--plain")["completion"]
+    assert completion == run(*argv, "--plain")["completion"]
 
 
 @pytest.mark.parametrize(
@@ -237,17 +279,6 @@ def test_a_misspelled_command(argv: list[str], meant: str | None, capsys: pytest
     with pytest.raises(SystemExit):
         main(argv)
     assert (f"did you mean {meant!r}?" in capsys.readouterr().err) == (meant is not None)
-
-
-def test_an_empty_prompt_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", ""]) == 2
-    assert "the prompt is empty" in capsys.readouterr().err
-
-
-def test_a_target_without_tokenizer_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    LlamaForCausalLM.from_pretrained(zoo.folder("target")).save_pretrained(tmp_path)
-    assert main(["generate", PROMPT, "--target", str(tmp_path), "--draft", str(tmp_path)]) == 2
-    assert "has no tokenizer beside it" in capsys.readouterr().err
 
 
 def test_a_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +300,9 @@ def test_an_interrupt_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 # generate
 
 
-def test_generate_json(pair: AssistedModelForCausalLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_json(pair: AssistedModelForCausalLM, run: Callable[..., Any]) -> None:
     argv = ["generate", PROMPT, "--max-new-tokens", "24", "--draft-length", "3", "--draft", "zoo:draft"]
-    result = run_json(capsys, *argv)
+    result = run(*argv, "--json")
     inputs = pair.tokenizer(PROMPT, return_tensors="pt")
     wanted = pair.target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs.input_ids.shape[1] :]
     assert result["prompt"] == PROMPT
@@ -288,100 +319,43 @@ def test_where_a_draft_is_named_it_can_have_a_window(command: str) -> None:
     assert given.draft_window == 64
 
 
-def test_generate_with_a_window(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = []
-    load = AssistedModelForCausalLM.from_pretrained
-    monkeypatch.setattr(
-        AssistedModelForCausalLM,
-        "from_pretrained",
-        lambda *args, **kwargs: loaded.append(load(*args, **kwargs)) or loaded[-1],
-    )
-    argv = ["generate", PROMPT, "--max-new-tokens", "24", "--draft", "zoo:draft"]
-    completion = run_json(capsys, *argv, "--draft-window", "8")["completion"]
+def test_generate_with_a_window(run: Callable[..., Any], loaded: list[AssistedModelForCausalLM]) -> None:
+    argv = ["generate", PROMPT, "--max-new-tokens", "24", "--draft", "zoo:draft", "--json"]
+    completion = run(*argv, "--draft-window", "8")["completion"]
     assert loaded[0].drafter.window == 8
-    assert completion == run_json(capsys, *argv, "--plain")["completion"]
+    assert completion == run(*argv, "--plain")["completion"]
 
 
-def test_generate_streams_the_text_and_reports_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_streams_the_text_and_reports_on_stderr(run: Callable[..., Any]) -> None:
     argv = ["generate", PROMPT, "--max-new-tokens", "24"]
-    completion = run_json(capsys, *argv)["completion"]
-    assert main(argv) == 0
-    streamed = capsys.readouterr()
-    assert streamed.out == completion + "\n"
-    assert "target passes" in streamed.err
-    assert main([*argv, "--quiet"]) == 0
-    quiet = capsys.readouterr()
-    assert quiet.out == streamed.out
-    assert "target passes" not in quiet.err
+    streamed, quiet = run(*argv), run(*argv, "--quiet")
+    assert streamed.out == quiet.out == run(*argv, "--json")["completion"] + "\n"
+    assert "target passes" in streamed.err and "target passes" not in quiet.err
 
 
-def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe(monkeypatch, PROMPT)
-    piped = run_json(capsys, "generate", "-", "--max-new-tokens", "8")
+def test_generate_reads_standard_input(run: Callable[..., Any]) -> None:
+    piped = run("generate", "-", "--max-new-tokens", "8", "--json", typed=PROMPT)
     assert piped["prompt"] == PROMPT
-    assert piped["completion"] == run_json(capsys, "generate", PROMPT, "--max-new-tokens", "8")["completion"]
+    assert piped["completion"] == run("generate", PROMPT, "--max-new-tokens", "8", "--json")["completion"]
 
 
-def test_generate_samples_by_seed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_samples_by_seed(run: Callable[..., Any]) -> None:
     argv = ["generate", PROMPT, "--max-new-tokens", "16", "--temperature", "2", "--top-k", "50", "--top-p", "0.9"]
-    texts = [run_json(capsys, *argv, "--seed", seed)["completion"] for seed in ("1", "1", "2")]
+    texts = [run(*argv, "--json", "--seed", seed)["completion"] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--temperature", "1e-300"], "temperature: 1e-300 is not possible"),
-        (["--temperature", "nan"], "temperature: nan is not possible"),
-        (["--temperature", "inf"], "temperature: inf is not possible"),
-        (["--temperature", "-1"], "temperature: -1.0 is not possible"),
-        (["--temperature", "1", "--top-p", "nan"], "top_p: nan is no number"),
-        (["--seed", str(10**23)], f"seed: {10**23} is not possible"),
-        (["--seed", str(-(2**63) - 1)], "seed: -9223372036854775809 is not possible"),
-    ],
-)
-@pytest.mark.parametrize("command", ["generate", "chat"])
-def test_numbers_that_are_not_possible(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, argv: list[str], message: str
-) -> None:
-    pipe(monkeypatch, PROMPT)
-    assert main([command, "--target", "zoo:target", "--max-new-tokens", "4", *argv]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"assisted: error: {message}")
-
-
-@pytest.mark.parametrize(("command", "name"), [("generate", "prompt"), ("chat", "message")])
-def test_bytes_that_are_no_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, name: str
-) -> None:
-    """Python keeps such bytes of an argument, and of standard input in some locales, as halves of surrogate pairs."""
-    pipe(monkeypatch, "a\udcff")
-    assert main([command, "--target", "zoo:target", "--max-new-tokens", "4"]) == 2
-    assert (
-        f"assisted: error: {name}: it is not UTF-8 (surrogates not allowed at character 1)" in capsys.readouterr().err
-    )
-
-
-def test_a_port_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "zoo:target", "--port", "99999"]) == 2
-    assert "assisted: error: port: 99999 is none" in capsys.readouterr().err
 
 
 # chat
 
-CHAT = ["chat", "--target", "zoo:target", "--max-new-tokens", "12"]
-
-
-def turns(capsys: pytest.CaptureFixture[str], *argv: str) -> list[Any]:
-    assert main([*CHAT, "--json", *argv]) == 0
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+CHAT = ["chat", *TARGET, "--max-new-tokens", "12"]
+TURNS = [*CHAT, "--json"]
 
 
 def test_chat_is_generating_from_the_whole_conversation(
-    pair: AssistedModelForCausalLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: AssistedModelForCausalLM, run: Callable[..., Any]
 ) -> None:
     messages = ["def first(a):", "def second(b, c):", "class Third:"]
-    pipe(monkeypatch, "\n".join(messages))
-    replies = turns(capsys)
+    replies = run(*TURNS, typed="\n".join(messages))
     ids = torch.zeros(1, 0, dtype=torch.int64)
     for message, reply in zip(messages, replies, strict=True):
         assert reply["message"] == message
@@ -429,38 +403,30 @@ def test_a_rewritten_conversation_is_read_from_the_change_on(first: str, pair: A
         assert conversation.ids == pair.target.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist()
 
 
-def test_chat_reset_quit_and_system(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe(monkeypatch, "x = 1\n\n/reset\nx = 1\n/quit\nx = 1\n")
-    first, again = turns(capsys)
+def test_chat_reset_quit_and_system(run: Callable[..., Any]) -> None:
+    first, again = run(*TURNS, typed="x = 1\n\n/reset\nx = 1\n/quit\nx = 1\n")
     assert first["reply"] == again["reply"]
     assert again["cached_tokens"] == 0
-    pipe(monkeypatch, "x = 1\n")
-    (told,) = turns(capsys, "--system", "import os")
+    (told,) = run(*TURNS, "--system", "import os", typed="x = 1\n")
     assert told["prompt_tokens"] > first["prompt_tokens"]
 
 
-def test_chat_streams(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_streams(run: Callable[..., Any]) -> None:
     text = "def first(a):\ndef second(b, c):\n"
-    pipe(monkeypatch, text)
-    replies = [turn["reply"] for turn in turns(capsys)]
-    pipe(monkeypatch, text)
-    assert main(CHAT) == 0
-    streamed = capsys.readouterr()
-    assert streamed.out == "".join(reply + "\n" for reply in replies)
+    streamed = run(*CHAT, typed=text)
+    assert streamed.out == "".join(turn["reply"] + "\n" for turn in run(*TURNS, typed=text))
     assert streamed.err.count("prompt tokens cached") == 2
 
 
-def test_chat_alone_is_with_the_chat_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_alone_is_with_the_chat_model(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(zoo, "resolve", lambda path: asked.append(path) or (_ for _ in ()).throw(ValueError("stop")))
     assert main(["chat"]) == 2
     assert asked == ["zoo:smollm2"]
 
 
-def test_chat_has_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pipe(monkeypatch, "/help\n/rest\n")
-    assert main(CHAT) == 0
-    captured = capsys.readouterr()
+def test_chat_has_commands(run: Callable[..., Any]) -> None:
+    captured = run(*CHAT, typed="/help\n/rest\n")
     assert captured.out == ""
     assert captured.err.count("/reset starts a new conversation") == 2
     assert "/rest is no command" in captured.err
@@ -477,7 +443,7 @@ def test_chat_says_what_it_lacks_before_the_first_turn(
             warnings.warn("The kernels in C do not run here", stacklevel=1)
 
     monkeypatch.setattr(chat.Conversation, "prepare", warning)
-    pipe(monkeypatch, "/quit\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/quit\n"))
     sys.stdin.isatty = lambda: True  # type: ignore[method-assign]
     assert main(CHAT) == 0
     lines = capsys.readouterr().err.splitlines()
@@ -507,26 +473,18 @@ def test_chat_is_prepared_without_a_trace(pair: AssistedModelForCausalLM) -> Non
     assert prepared.say("a", 8, do_sample=False) == alone.say("a", 8, do_sample=False)
 
 
-def test_chat_shows_what_was_drafted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_shows_what_was_drafted(run: Callable[..., Any]) -> None:
     """The same text, with colours around the tokens that were drafted and accepted."""
     text, argv = "def first(a):\ndef second(b, c):\n", ["--draft-length", "3", "--draft", "zoo:draft"]
-    pipe(monkeypatch, text)
-    found = turns(capsys, *argv)
-    assert sum(turn["report"]["accepted"] for turn in found) > 0
-    pipe(monkeypatch, text)
-    assert main([*CHAT, "--show-drafts", *argv]) == 0
-    streamed = capsys.readouterr()
-    assert re.sub("\x1b\\[[0-9]*m", "", streamed.out) == "".join(turn["reply"] + "\n" for turn in found)
-    coloured = streamed.out.count("\x1b[36m")
-    assert 0 < coloured <= sum(turn["report"]["accepted"] for turn in found)
-    assert coloured == streamed.out.count("\x1b[0m")
+    found = run(*TURNS, *argv, typed=text)
+    shown = run(*CHAT, "--show-drafts", *argv, typed=text).out
+    assert re.sub("\x1b\\[[0-9]*m", "", shown) == "".join(turn["reply"] + "\n" for turn in found)
+    coloured = shown.count("\x1b[36m")
+    assert 0 < coloured == shown.count("\x1b[0m") <= sum(turn["report"]["accepted"] for turn in found)
 
 
-def test_chat_goes_on_after_a_message_that_is_too_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe(monkeypatch, f"x = 1\n{'y = 2; ' * CONTEXT}\nz = 3\n")
-    first, refused, after = turns(capsys)
+def test_chat_goes_on_after_a_message_that_is_too_long(run: Callable[..., Any]) -> None:
+    first, refused, after = run(*TURNS, typed=f"x = 1\n{'y = 2; ' * CONTEXT}\nz = 3\n")
     assert "/reset" in refused["error"]
     assert after["prompt_tokens"] > first["prompt_tokens"] + 12  # the first turn is still part of it
 
@@ -540,24 +498,14 @@ def test_chat_stops_where_the_context_ends(pair: AssistedModelForCausalLM) -> No
     assert len(conversation.ids) <= CONTEXT
 
 
-def test_chat_without_a_template_is_an_error(
-    stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    LlamaForCausalLM.from_pretrained(stand_ins / "target").save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, template=None)
-    pipe(monkeypatch, "x = 1\n")
-    assert main(["chat", "--target", str(tmp_path), "--draft", "zoo:draft"]) == 2
-    assert "no chat template" in capsys.readouterr().err
-
-
 # demo
 
 SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
 
 
 @pytest.mark.usefixtures("held_out")
-def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "demo", *SMALL, "--draft-length", "3")
+def test_demo_json(run: Callable[..., Any]) -> None:
+    result = run("demo", *SMALL, "--draft-length", "3", "--json")
     rows = result["points"][0]["rows"]
     assert [row["family"] for row in rows] == ["plain", "transformers assisted", "no draft", "assisted", "assisted"]
     assert [row["name"] for row in rows[2:]] == ["assisted, no draft", "assisted", "assisted, nf4 draft"]
@@ -575,9 +523,8 @@ def test_demo_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("held_out")
-def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *SMALL, "--prompts", "1"]) == 0
-    out = capsys.readouterr().out
+def test_demo_without_a_terminal_is_plain_text(run: Callable[..., Any]) -> None:
+    out = run("demo", *SMALL, "--prompts", "1").out
     assert "\x1b" not in out and "\r" not in out
     assert "zoo:draft" in out and "~" in out
     rows = [line.split() for line in out.splitlines()]
@@ -588,18 +535,17 @@ def test_demo_without_a_terminal_is_plain_text(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("held_out")
-def test_demo_without_a_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_without_a_draft_model(run: Callable[..., Any]) -> None:
     """Trees included; transformers is then shown with prompt lookup."""
-    rows = run_json(capsys, "demo", *SMALL, "--draft", "recycle")["points"][0]["rows"]
+    rows = run("demo", *SMALL, "--draft", "recycle", "--json")["points"][0]["rows"]
     assert [row["family"] for row in rows] == ["plain", "transformers lookup", "no draft", "assisted"]
     assert all(row["same"] == 2 for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("held_out")
-def test_demo_names_what_transformers_drafts_with(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", *SMALL, "--draft", "recycle"]) == 0
-    assert "prompt lookup" in capsys.readouterr().out
+def test_demo_names_what_transformers_drafts_with(run: Callable[..., Any]) -> None:
+    assert "prompt lookup" in run("demo", *SMALL, "--draft", "recycle").out
 
 
 @pytest.mark.usefixtures("held_out")
@@ -635,13 +581,12 @@ def test_no_color_means_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not demo._console().is_terminal
 
 
-def test_demo_without_rich_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_without_rich_names_the_extra(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.delitem(sys.modules, "assisted.cli.demo", raising=False)
-    assert main(["demo"]) == 2
-    assert install("demo") in capsys.readouterr().err
+    assert install("demo") in run("demo", code=2).err
 
 
 def test_a_watch_sees_what_happened(pair: AssistedModelForCausalLM) -> None:
@@ -668,12 +613,11 @@ def test_pieces_join_to_the_text(pair: AssistedModelForCausalLM) -> None:
 # zoo
 
 
-def test_zoo_list(stand_ins: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run_json(capsys, "zoo", "list")
+def test_zoo_list(stand_ins: Path, run: Callable[..., Any]) -> None:
+    rows = run("zoo", "list", "--json")
     assert [row["name"] for row in rows] == [f"zoo:{name}" for name in (*zoo.NAMES, *zoo.PACKAGED)]
     assert rows[0]["folder"] == str(stand_ins / "target")
     assert rows[0]["bytes"] > 0
-    assert main(["zoo", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = run("zoo", "list").out.splitlines()
     assert "MiB" in lines[0]
     assert "missing" in lines[2]

@@ -64,6 +64,10 @@ def words(split: Any = None, more: tuple[str, ...] = ()) -> PreTrainedTokenizerF
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END, eos_token=END, pad_token=PAD)
 
 
+def llama(more: int = 0, **fields: Any) -> LlamaConfig:
+    return LlamaConfig(vocab_size=len(words()) + more, **SIZES | fields)
+
+
 def saved(folder: Path, config: Any, kind: Any, tokenizer: Any = None, **dtype: Any) -> Path:
     torch.manual_seed(0)
     model = kind(config).to(**dtype) if dtype else kind(config)
@@ -78,9 +82,8 @@ def saved(folder: Path, config: Any, kind: Any, tokenizer: Any = None, **dtype: 
 def models_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`target`, `draft`, `eagle`, `plain-eagle` (without norms), `peagle` and `medusa`."""
     root = tmp_path_factory.mktemp("models")
-    size = len(words())
-    target = saved(root / "target", LlamaConfig(vocab_size=size, **SIZES), LlamaForCausalLM)
-    saved(root / "draft", LlamaConfig(vocab_size=size, **SIZES | {"num_hidden_layers": 1}), LlamaForCausalLM)
+    target = saved(root / "target", llama(), LlamaForCausalLM)
+    saved(root / "draft", llama(num_hidden_layers=1), LlamaForCausalLM)
     loaded = AutoModelForCausalLM.from_pretrained(target)
     heads = {
         "eagle": {"fc_norm": True, "norm_before_residual": True},
@@ -93,72 +96,32 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-METHODS = [
-    ("vllm", "draft", {"method": "draft_model", "num_speculative_tokens": 2, "model": "./draft"}),
-    ("vllm", "eagle", {"method": "eagle3", "num_speculative_tokens": 2, "model": "./draft"}),
-    ("vllm", "medusa", {"method": "medusa", "num_speculative_tokens": 2, "model": "./draft"}),
-    (
-        "vllm",
-        "ngram:3",
-        {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 3},
-    ),
-    (
-        "sglang",
-        "draft",
-        {
-            "speculative-algorithm": "STANDALONE",
-            "speculative-draft-model-path": "./draft",
-            "speculative-num-steps": 2,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": 3,
-        },
-    ),
-    (
-        "sglang",
-        "plain-eagle",
-        {
-            "speculative-algorithm": "EAGLE3",
-            "speculative-draft-model-path": "./draft",
-            "speculative-num-steps": 2,
-            "speculative-eagle-topk": 1,
-            "speculative-num-draft-tokens": 3,
-        },
-    ),
+VLLM = {"num_speculative_tokens": 2}
+SGLANG = {"speculative-num-steps": 2, "speculative-eagle-topk": 1, "speculative-num-draft-tokens": 3}
+SGLANG |= {"speculative-draft-model-path": "./draft"}
+METHODS: list[tuple[str, str, dict[str, Any]]] = [
+    ("vllm", "draft", VLLM | {"method": "draft_model", "model": "./draft"}),
+    ("vllm", "eagle", VLLM | {"method": "eagle3", "model": "./draft"}),
+    ("vllm", "medusa", VLLM | {"method": "medusa", "model": "./draft"}),
+    ("vllm", "ngram:3", VLLM | {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 3}),
+    ("sglang", "draft", SGLANG | {"speculative-algorithm": "STANDALONE"}),
+    ("sglang", "plain-eagle", SGLANG | {"speculative-algorithm": "EAGLE3"}),
     ("sglang", "ngram", {"speculative-algorithm": "NGRAM", "speculative-num-draft-tokens": 2}),
-    (
-        "trtllm",
-        "draft",
-        {
-            "speculative_config": {"decoding_type": "DraftTarget", "max_draft_len": 2, "speculative_model": "./draft"},
-            "disable_overlap_scheduler": True,
-        },
-    ),
-    (
-        "trtllm",
-        "plain-eagle",
-        {"speculative_config": {"decoding_type": "Eagle3", "max_draft_len": 2, "speculative_model": "./draft"}},
-    ),
-    ("trtllm", "suffix", {"speculative_config": {"decoding_type": "SA", "max_draft_len": 2}}),
-    (
-        "trtllm",
-        "ngram",
-        {
-            "speculative_config": {
-                "decoding_type": "NGram",
-                "max_draft_len": 2,
-                "max_matching_ngram_size": 4,
-                "is_public_pool": False,
-            },
-            "disable_overlap_scheduler": True,
-        },
-    ),
+    ("trtllm", "draft", {"decoding_type": "DraftTarget", "speculative_model": "./draft"}),
+    ("trtllm", "plain-eagle", {"decoding_type": "Eagle3", "speculative_model": "./draft"}),
+    ("trtllm", "suffix", {"decoding_type": "SA"}),
+    ("trtllm", "ngram", {"decoding_type": "NGram", "max_matching_ngram_size": 4, "is_public_pool": False}),
 ]
+"""Of TensorRT-LLM, what is in `speculative_config` beside the length."""
 
 
 @pytest.mark.parametrize(("engine", "draft", "config"), METHODS)
 def test_options_and_files(engine: str, draft: str, config: dict[str, Any], models_of: Path, tmp_path: Path) -> None:
     path = str(models_of / draft) if (models_of / draft).exists() else draft
     out = tmp_path / "out"
+    if engine == "trtllm":
+        config = {"speculative_config": {"max_draft_len": 2, **config}}
+        config |= {"disable_overlap_scheduler": True} if draft in ("draft", "ngram") else {}
     found = hand_over(engine, models_of / "target", out, path, draft_length=2)
     assert found.config == config
     files = {"README.md", "handover.json", "target"} | ({"config.yaml"} if engine == "trtllm" else set())
@@ -167,7 +130,7 @@ def test_options_and_files(engine: str, draft: str, config: dict[str, Any], mode
     written = json.loads((out / "handover.json").read_text())
     assert {**written, "folder": str(out)} == found.to_dict()
     assert str(tmp_path) not in (out / "README.md").read_text() + (out / "handover.json").read_text()
-    assert json.dumps(config, indent=2) in (out / "README.md").read_text()
+    assert json.dumps(found.config, indent=2) in (out / "README.md").read_text()
     assert shlex.split(str(found).splitlines()[1]) == list(found.command)
     target = AutoModelForCausalLM.from_pretrained(out / "target")
     original = AutoModelForCausalLM.from_pretrained(models_of / "target").state_dict()
@@ -222,7 +185,7 @@ def test_suffix_options_are_translated(models_of: Path, tmp_path: Path) -> None:
 
 
 def test_readers_on_transformers_4_find_their_names(models_of: Path, tmp_path: Path) -> None:
-    config = LlamaConfig(vocab_size=len(words()), rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, **SIZES)
+    config = llama(rope_parameters={"rope_theta": 5e5, "rope_type": "default"})
     target = saved(tmp_path / "target", config, LlamaForCausalLM)
     hand_over("sglang", target, tmp_path / "out", "ngram")
     fields = json.loads((tmp_path / "out" / "target" / "config.json").read_text())
@@ -239,8 +202,8 @@ def test_readers_on_transformers_4_find_their_names(models_of: Path, tmp_path: P
 @pytest.mark.parametrize("more", [-5, 5])
 def test_a_draft_with_a_padded_vocabulary_gets_the_targets_size(more: int, models_of: Path, tmp_path: Path) -> None:
     size = len(words())
-    target = saved(tmp_path / "target", LlamaConfig(vocab_size=size + 8, **SIZES), LlamaForCausalLM)
-    draft = saved(tmp_path / "draft", LlamaConfig(vocab_size=size + 8 + more, **SIZES), LlamaForCausalLM)
+    target = saved(tmp_path / "target", llama(8), LlamaForCausalLM)
+    draft = saved(tmp_path / "draft", llama(8 + more), LlamaForCausalLM)
     found = hand_over("vllm", target, tmp_path / "out", draft)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "draft")
     assert model.config.vocab_size == size + 8 == len(model.get_input_embeddings().weight)
@@ -281,15 +244,8 @@ def test_an_engine_that_hands_no_hidden_states_to_heads_is_named(tmp_path: Path)
 
 
 def test_vllm_gets_a_length_that_all_models_can_read(models_of: Path, tmp_path: Path) -> None:
-    short = saved(
-        tmp_path / "short",
-        LlamaConfig(vocab_size=len(words()), **SIZES | {"max_position_embeddings": 96}),
-        LlamaForCausalLM,
-    )
-    long = saved(
-        tmp_path / "long",
-        LlamaConfig(vocab_size=len(words()), **SIZES | {"max_position_embeddings": 2**17}),
-        LlamaForCausalLM,
+    short, long = (
+        saved(tmp_path / f"of {most}", llama(max_position_embeddings=most), LlamaForCausalLM) for most in (96, 2**17)
     )
     for target, draft, length in ((models_of / "target", short, "96"), (long, long, "8192")):
         found = hand_over("vllm", target, tmp_path / length, draft)
@@ -306,12 +262,9 @@ def test_what_an_engine_cannot_take(engine: str, draft: Any, message: str, model
 
 
 def test_a_draft_with_another_tokenizer(models_of: Path, tmp_path: Path) -> None:
-    other = words(pre_tokenizers.ByteLevel(add_prefix_space=False), more=("values",))
-    backend = Tokenizer.from_str(other.backend_tokenizer.to_str())
-    fields = json.loads(backend.to_str())
-    fields["model"]["vocab"] = {
-        token: len(fields["model"]["vocab"]) - 1 - i for token, i in fields["model"]["vocab"].items()
-    }
+    fields = json.loads(words(more=("values",)).backend_tokenizer.to_str())
+    last = len(fields["model"]["vocab"]) - 1
+    fields["model"]["vocab"] = {token: last - number for token, number in fields["model"]["vocab"].items()}
     fields["added_tokens"] = []
     changed = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(fields)), eos_token=END)
     draft = saved(tmp_path / "draft", LlamaConfig(vocab_size=len(changed), **SIZES), LlamaForCausalLM, changed)
@@ -323,29 +276,26 @@ def test_a_draft_with_another_tokenizer(models_of: Path, tmp_path: Path) -> None
 
 
 def test_bad_arguments(models_of: Path, tmp_path: Path) -> None:
-    target = models_of / "target"
-    for length in (0, -3, True, 2.5):
-        with pytest.raises(ValueError, match="draft_length"):
-            hand_over("vllm", target, tmp_path / "out", "ngram", length)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"draft_length: 4 .* 3 Medusa heads"):
-        hand_over("vllm", target, tmp_path / "out", models_of / "medusa", 4)
-    with pytest.raises(ValueError, match="engine: 'tgi'"):
-        hand_over("tgi", target, tmp_path / "out")
-    with pytest.raises(ValueError, match="dtype: 'int8'"):
-        hand_over("vllm", target, tmp_path / "out", dtype="int8")
-    with pytest.raises(ValueError, match="pair: the path is empty"):
-        hand_over("vllm", "", tmp_path / "out")
+    target, out = models_of / "target", tmp_path / "out"
+    loaded = AssistedModelForCausalLM.from_pretrained(target, draft=NGram())
+    bare = AssistedModelForCausalLM.from_models(loaded.target, NGram())
+    bare.tokenizer = None
+    given: list[tuple[str, tuple[Any, ...]]] = [
+        *(("draft_length", ("vllm", target, out, "ngram", length)) for length in (0, -3, True, 2.5)),
+        (r"draft_length: 4 .* 3 Medusa heads", ("vllm", target, out, models_of / "medusa", 4)),
+        ("engine: 'tgi'", ("tgi", target, out)),
+        ("dtype: 'int8'", ("vllm", target, out, None, None, "int8")),
+        ("pair: the path is empty", ("vllm", "", out)),
+        ("draft, dtype", ("vllm", loaded, out, "suffix")),
+        (r"out: .* not an empty folder", ("vllm", target, models_of)),
+        ("pair: it has no tokenizer", ("vllm", bare, out)),
+    ]
+    for message, arguments in given:
+        with pytest.raises(ValueError, match=message):
+            hand_over(*arguments)
     with pytest.raises(OSError):
-        hand_over("vllm", tmp_path / "nothing-here", tmp_path / "out")
-    pair = AssistedModelForCausalLM.from_pretrained(target, draft=NGram())
-    with pytest.raises(ValueError, match="draft, dtype"):
-        hand_over("vllm", pair, tmp_path / "out", draft="suffix")
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match=r"out: .* not an empty folder"):
-        hand_over("vllm", target, models_of)
-    pair.tokenizer = None
-    with pytest.raises(ValueError, match="pair: it has no tokenizer"):
-        hand_over("vllm", pair, tmp_path / "out")
+        hand_over("vllm", tmp_path / "nothing-here", out)
+    assert not out.exists()
 
 
 def test_mtp_layers_are_handed_over_as_they_are(tmp_path: Path) -> None:
@@ -405,12 +355,12 @@ def test_gguf_of_a_pair(models_of: Path, tmp_path: Path) -> None:
 
 def test_what_gguf_files_cannot_hold(models_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gguf", reason="needs the `gguf` extra")
+    rope = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
+    split = words(pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)]))
     size = len(words())
     mistral = saved(tmp_path / "mistral", MistralConfig(vocab_size=size, **SIZES), MistralForCausalLM)
-    rope = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
-    scaled = saved(tmp_path / "scaled", LlamaConfig(vocab_size=size, rope_parameters=rope, **SIZES), LlamaForCausalLM)
-    split = words(pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)]))
-    digits = saved(tmp_path / "digits", LlamaConfig(vocab_size=size, **SIZES), LlamaForCausalLM, split)
+    scaled = saved(tmp_path / "scaled", llama(rope_parameters=rope), LlamaForCausalLM)
+    digits = saved(tmp_path / "digits", llama(), LlamaForCausalLM, split)
     wide = saved(tmp_path / "wide", Qwen3Config(vocab_size=size, head_dim=16, **SIZES), Qwen3ForCausalLM)
     with pytest.raises(ValueError, match=r"^target: target\.gguf cannot be read back"):
         hand_over("llamacpp", wide, tmp_path / "unread", "ngram")

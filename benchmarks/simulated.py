@@ -2,6 +2,7 @@
 
     python benchmarks/simulated.py                      every scenario, every policy
     python benchmarks/simulated.py --sweep              what half and twice each constant of the adaptive length does
+    python benchmarks/simulated.py --cards              captured passes, batches, long prompts: against the best fixed length
     python benchmarks/simulated.py --trees              accepted tokens by tree size, with rates that are learned on the way
     python benchmarks/simulated.py --out before.json    and, after a change: --against before.json
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from simulation import HOPELESS, PAIRS, Pair, Run, Source, simulate
 
 from assisted.lengths import Adaptive, Confidence, DraftLength, Fixed, adaptive, cost_model, rates
+from assisted.lengths.policies import Never
 from assisted.lengths.rates import Rates
 from assisted.methods.shared.trees import best_paths
 
@@ -79,12 +81,14 @@ def steady(pair: Pair, source: Source, rows: int = 1, **how: Any) -> Scenario:
 def short(
     pair: Pair, source: Source, warm: bool, tokens: int = 48, calls: int = 16, rows: int = 1, **how: Any
 ) -> Scenario:
-    """Many short calls. warm: each continues from the one before it."""
+    """Many short calls. warm: each continues from the one before it, as the first of each seed do not."""
 
     def run(policy: DraftLength, seeds: int) -> float:
         runs: list[Run] = []
         for seed in range(calls * seeds):
-            earlier = runs[-1].length if warm and runs else None
+            goes_on = warm and seed % calls
+            earlier, shapes = (runs[-1].length, runs[-1].shapes) if goes_on else (None, None)
+            how["shapes"] = shapes
             runs.append(simulate(policy, pair, texts(source, rows, tokens, seed), tokens, seed, earlier, **how))
         return mean(runs)
 
@@ -138,6 +142,53 @@ def scenarios() -> dict[str, Scenario]:
             )
             found[f"speed changes every {every:g} rounds, hopeless, {machine}"] = steady(changing, HOPELESS)
     found["short calls, expensive positions"] = short(Pair(0.05, 0.6), SOURCES["one regime"], False, 96, 8)
+    return found
+
+
+POOR = Source(stretches=(1e9, 1.0), confidences=((3.0, 3.0), (2.0, 4.0)), power=0.0, scale=0.4)
+CARDS = {  # passes of 2 to 9 ms; a capture takes 50 to 300 ms
+    "7 billion, cheap draft": Pair(0.06, 0.005, first_column=0.05, capture=12.0),
+    "1 billion, usual draft": Pair(0.2, 0.005, first_column=0.1, capture=50.0),
+    "expensive draft": Pair(0.7, 0.01, first_column=0.1, capture=25.0),
+}
+ROWS = 0.008  # what a column of a further row adds there
+
+
+def cards() -> dict[str, Scenario]:
+    """Captured passes: one row and eight, long calls and short ones, short prompts and long ones; and heads that read the
+    prompt first."""
+    found: dict[str, Scenario] = {}
+    written = {"switching": Source(), "informative": SOURCES["one regime"], "poor": POOR, "hopeless": HOPELESS}
+    for card, one in CARDS.items():
+        for name, source in written.items():
+            for rows in (1, 8):
+                pair = dataclasses.replace(one, row=ROWS if rows > 1 else 0.0)
+                found[f"{card}, {name}, {rows} x {TOKENS}"] = steady(pair, source, rows)
+                found[f"{card}, {name}, 32 calls of {rows} x 64"] = short(pair, source, True, 64, 32, rows)
+    for name, source in written.items():
+        pair = Pair(0.1, 0.01, first_column=0.1, capture=20.0, prompt=15.0)
+        found[f"16,384 tokens of context, {name}"] = steady(pair, source, context=16384)
+        found[f"16,384 tokens of context, {name}, 32 calls of 64"] = short(pair, source, True, 64, 32, context=16384)
+        found[f"lookup, {name}"] = steady(CARDS["7 billion, cheap draft"], source, asks=False, found=0.5)
+        eight = dataclasses.replace(CARDS["1 billion, usual draft"], row=ROWS)
+        found[f"lookup, {name}, 32 calls of 8 x 64"] = short(eight, source, True, 64, 32, 8, asks=False, found=0.5)
+    for prompt in (6.0, 24.0, 60.0):
+        for tokens in (64, 256):
+            for name, source in written.items():
+                head = Pair(0.15, 0.03, first_column=0.1, prompt=prompt)
+                title = f"head that reads the prompt for {prompt:g} passes, {name}, 16 calls of {tokens}"
+                found[title] = short(head, source, True, tokens, 16)
+    return found
+
+
+def against_fixed(seeds: int) -> dict[str, dict[str, float]]:
+    """The speedups of the adaptive length and of the best fixed one in each scenario of `cards`, and their ratio."""
+    fixed = [Never(), *(Fixed(n) for n in (1, 2, 3, 4, 6, 7, 8, 12, 15))]
+    found = {}
+    for name, run in cards().items():
+        own, best = run(Adaptive(), seeds), max(run(policy, seeds) for policy in fixed)
+        found[name] = {"adaptive": own, "best fixed": best, "ratio": own / best}
+        print(f"| {name} | {own:.3f} | {best:.3f} | {own / best:.3f} |", flush=True)
     return found
 
 
@@ -225,12 +276,20 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), help="(default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="texts of each scenario (default: 3)")
     parser.add_argument("--sweep", action="store_true", help="halve and double each constant of the adaptive length")
+    parser.add_argument("--cards", action="store_true", help="against the best fixed length, with captured passes")
     parser.add_argument("--trees", action="store_true", help="accepted tokens by tree size")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--against", type=Path, help="file with earlier figures, to compare with")
     args = parser.parse_args()
     if args.sweep or args.trees:
         (sweep if args.sweep else trees)(args.seeds)
+        return
+    if args.cards:
+        ratios = against_fixed(args.seeds)
+        worst = min(ratios, key=lambda name: ratios[name]["ratio"])
+        print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
+        if args.out is not None:
+            args.out.write_text(json.dumps(ratios, indent=1) + "\n")
         return
     found = {name: measure(POLICIES[name], args.seeds) for name in args.policies}
     print("| |" + "".join(f" `{name}` |" for name in found) + "\n|---" + "|---" * len(found) + "|")

@@ -14,10 +14,12 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from assisted.core.drafts import Draft, Round
+from assisted.engine.shapes import columns_for, rows_for, slots_for
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 
@@ -39,6 +41,8 @@ class Pair:
         row: what each further row adds to a pass of the target, by columns. Where the memory is the limit, it is nothing.
         slow: how many times as long everything takes while the machine is slow.
         turns: rounds after which the machine becomes slow or fast again, on average; 0 if it never does.
+        capture: what the first forward pass of a captured shape takes besides, in passes of the same model. 0 where nothing is
+            captured; elsewhere, rows, columns and slots are rounded up as those of captured passes are.
     """
 
     draft: float
@@ -51,6 +55,7 @@ class Pair:
     row: float = 0.0
     slow: float = 1.0
     turns: float = 0.0
+    capture: float = 0.0
 
     def drafting(self, forwards: int) -> float:
         """So many forwards of the draft."""
@@ -109,6 +114,7 @@ class Run:
     seconds: float
     length: Length
     plain: float  # seconds of plain decoding; both without noise
+    shapes: set[Any]  # that were captured
     drafted: int = 0
     drafted_at: list[int] = dataclasses.field(default_factory=list)  # tokens committed before each round with a draft
 
@@ -128,12 +134,16 @@ def simulate(
     asks: bool = True,
     sampled: bool = False,
     found: float = 1.0,
+    context: int = 0,
+    shapes: set[Any] | None = None,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
     asks: the drafter asks the policy before every token; otherwise it proposes its whole budget at once, for nothing.
     sampled: drafted tokens are drawn.
     found: how likely a drafter that does not ask is to find anything for a row.
+    context: tokens of the prompt.
+    shapes: that earlier calls have captured; those of this call are added.
     """
     rng, finds = random.Random(f"noise {seed}"), random.Random(f"finds {seed}")
 
@@ -141,8 +151,20 @@ def simulate(
         return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
 
     length = policy.start(earlier)
-    at = [0] * len(texts)
-    run = Run(0, 0.0, length, 0.0)
+    at, read = [0] * len(texts), -1
+    run = Run(0, 0.0, length, 0.0, set() if shapes is None else shapes)
+
+    def columns(model: str, width: int, running: int) -> int:
+        """Columns of a pass; the first of its shape captures it, which the policy is not told."""
+        wide = columns_for(width, running) if pair.capture else width
+        if wide is None or not pair.capture:
+            return width
+        shape = model, running, wide, slots_for(context + max(at) + wide)
+        if shape not in run.shapes:
+            run.shapes.add(shape)
+            run.seconds += pair.capture * (pair.draft if model == "draft" else 1.0)
+        return wide
+
     started, speed = False, 1.0
     while any(count < tokens for count in at):
         unfinished = [row for row, count in enumerate(at) if count < tokens]
@@ -158,8 +180,14 @@ def simulate(
             draft_seconds, started = draft_seconds + pair.prompt, True
         if pair.turns and rng.random() < 1 / pair.turns:
             speed = pair.slow if speed == 1 else 1.0
+        running = rows_for(len(unfinished), len(texts)) if pair.capture else len(unfinished)
+        if asks and forwards:
+            columns("draft", max(at) - read, running)
+            if forwards > 1:
+                columns("draft", 1, running)
+            read = max(at)
         draft_seconds *= speed
-        verify_seconds = speed * pair.verify(1 + max(drafted), len(unfinished))
+        verify_seconds = speed * pair.verify(columns("target", 1 + max(drafted), running), running)
         counts = {"drafted": drafted, "depths": drafted, "accepted": [0] * len(at), "kept": [0] * len(at)}
         if any(drafted):
             run.drafted_at.append(at[unfinished[0]])

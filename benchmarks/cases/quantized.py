@@ -142,7 +142,10 @@ def config(name: str, inner: str = "", saved: bool = False, **fields: Any) -> Ma
     """Quantized while it is loaded. name: of a config of transformers. inner: of torchao's. saved: from a checkpoint."""
 
     def make(folder: Path) -> Made:
-        given = (getattr(import_module("torchao.quantization"), inner)(),) if inner else ()
+        home, _, kind = f"torchao.{inner}".rpartition(".")
+        given = (
+            (getattr(import_module(home), kind)(**({"group_size": GROUP} if "Int4" in kind else {})),) if inner else ()
+        )
         method = getattr(transformers, name)(*given, **fields)
         if not saved:
             return {"path": zoo.folder("target"), "quantization_config": method}
@@ -220,11 +223,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], Make]] = {
     "GPTQ": (("gptqmodel", "optimum"), packed(lambda w: awq_or_gptq(w, False), quant_method="gptq", sym=False, **FOURS)),
     "auto-round W4A16": (("auto-round",), auto_round),
     "FP8 in blocks": ((), packed(fp8_blocks, quant_method="fp8", **FP8)),
-    "torchao int8": (("torchao",), config(AO, "Int8WeightOnlyConfig")),
-    "torchao int8, saved": (("torchao",), config(AO, "Int8WeightOnlyConfig", saved=True)),
-    "torchao int8, inputs too": (("torchao",), config(AO, "Int8DynamicActivationInt8WeightConfig")),
-    "torchao float8": (("torchao",), config(AO, "Float8WeightOnlyConfig")),
-    "torchao int4": (("torchao",), config(AO, "Int4WeightOnlyConfig")),
+    "torchao int8": (("torchao",), config(AO, "quantization.Int8WeightOnlyConfig")),
+    "torchao int8, saved": (("torchao",), config(AO, "quantization.Int8WeightOnlyConfig", saved=True)),
+    "torchao int8, inputs too": (("torchao",), config(AO, "quantization.Int8DynamicActivationInt8WeightConfig")),
+    "torchao float8": (("torchao",), config(AO, "quantization.Float8WeightOnlyConfig")),
+    "torchao int4": (("torchao",), config(AO, "quantization.Int4WeightOnlyConfig")),
+    "torchao int4, its prototype for CPUs": (
+        ("torchao",), config(AO, "prototype.quantization.int4.PrototypeInt4WeightOnlyConfig")),
     **{f"quanto {kind}": (("optimum-quanto",), config("QuantoConfig", weights=kind)) for kind in ("int8", "int4", "float8")},
     "bitsandbytes nf4": (("bitsandbytes",), config(BNB, saved=True, load_in_4bit=True, bnb_4bit_quant_type="nf4")),
     "bitsandbytes int8": (("bitsandbytes",), config(BNB, saved=True, load_in_8bit=True)),

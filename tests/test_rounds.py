@@ -1,0 +1,38 @@
+"""What a draft-verify step asks of the host of a GPU, counted with recorded captures: it may only become less."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+# by rows: operations outside of captured functions, reads by the host, and replays, of a round
+MOST = {
+    ("draft model, 4 tokens", "greedy"): {1: (40, 2, 5), 4: (58, 2, 5)},
+    ("draft model, 4 tokens", "sampled"): {1: (204, 3, 5), 4: (222, 3, 5)},
+    ("suffix, 4 tokens", "greedy"): {1: (12, 2, 1), 4: (26, 2, 1)},
+    ("suffix, 4 tokens", "sampled"): {1: (31, 3, 1), 4: (45, 3, 1)},
+    ("early exit, 4 tokens", "greedy"): {1: (52, 2, 6), 4: (64, 2, 6)},
+    ("early exit, 4 tokens", "sampled"): {1: (216, 3, 6), 4: (228, 3, 6)},
+    ("Medusa, 4 tokens", "greedy"): {1: (27.1, 4, 1.3), 4: (41.1, 4, 1.3)},
+    ("Medusa, 4 tokens", "sampled"): {1: (48.2, 5, 1.8), 4: (62.4, 5, 1.8)},
+    ("EAGLE-3, 4 tokens", "greedy"): {1: (257, 11, 2), 4: (276, 11, 2)},
+    ("EAGLE-3, 4 tokens", "sampled"): {1: (263, 4, 5), 4: (277, 4, 5)},
+    ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (99, 3, 5), 4: (113, 3, 5)},
+    ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (263, 4, 5), 4: (277, 4, 5)},
+}
+CASES = [
+    pytest.param(*method, rows, marks=[pytest.mark.slow] if rows > 1 and not method[0].startswith("draft") else [])
+    for method, by_rows in MOST.items()
+    for rows in by_rows
+]
+
+
+@pytest.mark.parametrize(("draft", "call", "rows"), CASES)
+def test_a_round_asks_no_more_of_the_host(draft, call, rows, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])
+    case, most = importlib.import_module("cases.rounds"), MOST[draft, call][rows]
+    found = case.per_round(*case.DRAFTS[draft], case.CALLS[call], rows, new_tokens=32)
+    for name, limit in zip(case.SHOWN, most, strict=False):
+        assert found[name] <= limit + 0.05, f"{name}: {found[name]} a round, where there were {limit}"
+        assert found[name] > 0.9 * limit - 0.05, f"{name}: only {found[name]} a round now; lower {limit} in this table"

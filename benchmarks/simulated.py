@@ -87,8 +87,7 @@ def short(
         runs: list[Run] = []
         for seed in range(calls * seeds):
             goes_on = warm and seed % calls
-            earlier, shapes = (runs[-1].length, runs[-1].shapes) if goes_on else (None, None)
-            how["shapes"] = shapes
+            earlier, how["captures"] = (runs[-1].length, runs[-1].captures) if goes_on else (None, None)
             runs.append(simulate(policy, pair, texts(source, rows, tokens, seed), tokens, seed, earlier, **how))
         return mean(runs)
 

@@ -14,12 +14,11 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from assisted.core.drafts import Draft, Round
-from assisted.engine.shapes import columns_for, rows_for, slots_for
+from assisted.fast.capture import CudaGraphs
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 
@@ -114,7 +113,7 @@ class Run:
     seconds: float
     length: Length
     plain: float  # seconds of plain decoding; both without noise
-    shapes: set[Any]  # that were captured
+    captures: CudaGraphs
     drafted: int = 0
     drafted_at: list[int] = dataclasses.field(default_factory=list)  # tokens committed before each round with a draft
 
@@ -135,7 +134,7 @@ def simulate(
     sampled: bool = False,
     found: float = 1.0,
     context: int = 0,
-    shapes: set[Any] | None = None,
+    captures: CudaGraphs | None = None,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
@@ -143,7 +142,7 @@ def simulate(
     sampled: drafted tokens are drawn.
     found: how likely a drafter that does not ask is to find anything for a row.
     context: tokens of the prompt.
-    shapes: that earlier calls have captured; those of this call are added.
+    captures: of earlier calls; those of this call are added.
     """
     rng, finds = random.Random(f"noise {seed}"), random.Random(f"finds {seed}")
 
@@ -152,18 +151,17 @@ def simulate(
 
     length = policy.start(earlier)
     at, read = [0] * len(texts), -1
-    run = Run(0, 0.0, length, 0.0, set() if shapes is None else shapes)
+    run = Run(0, 0.0, length, 0.0, captures or CudaGraphs())
 
     def columns(model: str, width: int, running: int) -> int:
         """Columns of a pass; the first of its shape captures it, which the policy is not told."""
-        wide = columns_for(width, running) if pair.capture else width
-        if wide is None or not pair.capture:
+        shape = run.captures.shape(model, running, width, context + max(at), False, False) if pair.capture else None
+        if shape is None:
             return width
-        shape = model, running, wide, slots_for(context + max(at) + wide)
-        if shape not in run.shapes:
-            run.shapes.add(shape)
+        if shape not in run.captures.held:
+            run.captures.keep(shape, list)
             run.seconds += pair.capture * (pair.draft if model == "draft" else 1.0)
-        return wide
+        return shape.columns
 
     started, speed = False, 1.0
     while any(count < tokens for count in at):
@@ -180,7 +178,7 @@ def simulate(
             draft_seconds, started = draft_seconds + pair.prompt, True
         if pair.turns and rng.random() < 1 / pair.turns:
             speed = pair.slow if speed == 1 else 1.0
-        running = rows_for(len(unfinished), len(texts)) if pair.capture else len(unfinished)
+        running = run.captures.rows(len(unfinished), len(texts)) if pair.capture else len(unfinished)
         if asks and forwards:
             columns("draft", max(at) - read, running)
             if forwards > 1:

@@ -556,9 +556,11 @@ def test_the_way_may_change_between_calls():
 
 
 def test_shapes_are_rounded_up():
-    assert [shapes.columns_for(n, 1) for n in (1, 2, 3, 5, 9, 33, 65, 128, 129)] == [1, 2, 4, 8, 16, 64, 96, 128, None]
-    assert [shapes.columns_for(n, 16) for n in (1, 3, 5, 7, 9)] == [1, 4, 6, 8, 12]
-    assert [shapes.rows_for(n, 6) for n in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+    assert [shapes.columns_for(n, 1) for n in (1, 2, 3, 5, 9, 33, 65, 128, 129)] == [1, 8, 8, 8, 16, 64, 96, 128, None]
+    assert [shapes.columns_for(n, 16) for n in (1, 2, 5, 7, 9)] == [1, 4, 6, 8, 12]
+    assert [shapes.columns_for(n, 100) for n in (1, 2, 3)] == [1, 2, 4]
+    assert [shapes.rows_for(n, 6) for n in range(1, 7)] == [6] * 6
+    assert [shapes.rows_for(n, 20) for n in (1, 8, 9, 17)] == [8, 8, 16, 20]
     assert [shapes.slots_for(n) for n in (1, 256, 257, 1024, 1025, 1536, 1537, 3000)] == [
         256,
         256,

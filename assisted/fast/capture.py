@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, ClassVar, NamedTuple
@@ -24,11 +24,12 @@ from ..engine.libraries import (
     end_pool,
     forget_workspaces,
 )
-from ..engine.shapes import WIDTHS, columns_for, rows_for, slots_for
+from ..engine.shapes import CHEAP, WIDTHS, columns_for, rows_for, slots_for
 from .sources import identical
 
 _REMEMBERED = 256  # sorts of functions that were requested once
 _FEW = 16  # one-column passes over several rows before code for them is compiled, if code for more columns exists
+_FILLED_UP = 32  # one-column passes in a graph of more columns before they get their own
 _SELDOM = 0.1  # their minimum share of all passes for that: compiling takes as long as thousands of them
 
 Outputs = list[torch.Tensor]
@@ -138,6 +139,20 @@ class CudaGraphs(Captures):
 
     confirms, most, runs = True, 48, "CUDA graphs"
     _pool: Any = None  # the memory that all captures share
+
+    def __init__(self, compiled: bool = False, constants: bool = False):
+        super().__init__(compiled, constants)
+        self._filled_up: Counter[Shape] = Counter()  # one-column passes in graphs of more columns
+
+    def shape(self, kind: Hashable, rows: int, width: int, last: int, tree: bool, in_low_bits: bool) -> Shape | None:
+        found = super().shape(kind, rows, width, last, tree, in_low_bits)
+        if found is None or width > 1 or found in self.held:
+            return found
+        wider = super().shape(kind, rows, 2, last, tree, in_low_bits)
+        if wider not in self.held or wider.columns * rows > CHEAP or self._filled_up[found] >= _FILLED_UP:
+            return found
+        self._filled_up[found] += 1  # a capture takes longer than these passes lose
+        return wider
 
     def compile(self, function: Function, frozen: bool) -> Function:
         return (

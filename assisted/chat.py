@@ -24,14 +24,16 @@ class Reply:
     """One answer.
 
     Args:
-        text: the answer, without special tokens.
+        text: the answer, without special tokens; of `Conversation.more`, what it added.
         prompt_tokens: length of the conversation before it.
         cached_tokens: how many of these were in the cache and not read again.
+        cut: whether it ended without an end token, at its limit say.
     """
 
     text: str
     prompt_tokens: int
     cached_tokens: int
+    cut: bool = False
 
 
 def require_text(name: str, text: str) -> None:
@@ -46,7 +48,7 @@ class Conversation:
     """Messages and their tokens.
 
     Invariant between turns: `ids` are all tokens that the model has read or generated, `written` is their text, and the session
-    holds all of `ids` but the last token; or all are empty. A model with a pool (`sessions`) needs no session.
+    holds all of `ids` but the last token, or nothing; or all are empty. A model with a pool (`sessions`) needs no session.
 
     Args:
         model: the pair, with the target's tokenizer.
@@ -58,6 +60,8 @@ class Conversation:
     messages: list[dict[str, str]]
     ids: list[int]
     written: list[str]  # the text of all ids but the last, and the text of all ids
+    prompt: tuple[str, int]  # the text before the last answer, and its number of tokens
+    cut: bool  # whether `more` may go on with the last answer
 
     def __init__(self, model: AssistedModelForCausalLM, system: str | None = None):
         self.model = model
@@ -73,6 +77,17 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self._forget_tokens()
+
+    def restore(self, messages: list[dict[str, str]]) -> None:
+        """Go on from these messages: dictionaries with `role` and `content`. Raises ValueError for anything else."""
+        names = ("role", "content")
+        if not isinstance(messages, list) or not all(
+            isinstance(one, dict) and all(isinstance(one.get(name), str) for name in names) for one in messages
+        ):
+            raise ValueError('messages: give a list of {"role": ..., "content": ...} with texts')
+        self.messages = [{name: one[name] for name in names} for one in messages]
+        self.system = next((one["content"] for one in self.messages if one["role"] == "system"), None)
         self._forget_tokens()
 
     def prepare(self, **kwargs: Any) -> None:
@@ -102,9 +117,30 @@ class Conversation:
             self._forget_tokens()
             raise
 
+    def more(self, max_new_tokens: int, **kwargs: Any) -> Reply:
+        """Go on with the last answer, which ended without an end token. Arguments: as for `say`.
+
+        Raises ContextFull if no token fits, and ValueError if there is no such answer. After any exception the answer is as
+        before.
+        """
+        if not self.cut:
+            raise ValueError("message: there is no answer that was cut, so none can go on")
+        before = self.messages.pop()
+        try:
+            return self._write(self.ids, max_new_tokens, kwargs)
+        except BaseException:
+            self.messages.append(before)
+            self.session = self._new_session()
+            raise
+
     def _answer(self, max_new_tokens: int, kwargs: dict[str, Any]) -> Reply:
         rendered = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, tokenize=False)
         ids = self._extended(rendered)
+        self.prompt = rendered, len(ids)
+        return self._write(ids, max_new_tokens, kwargs)
+
+    def _write(self, ids: list[int], max_new_tokens: int, kwargs: dict[str, Any]) -> Reply:
+        """Let the model write after these tokens: those of the prompt, and perhaps the beginning of the answer."""
         limit = getattr(self.model.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if limit is not None and len(ids) >= limit:
             raise ContextFull(
@@ -120,11 +156,15 @@ class Conversation:
             **kwargs,
         )
         self.ids = output[0].tolist()
-        new = self.ids[len(ids) :]
+        rendered, start = self.prompt
+        new, shown = self.ids[start:], self._decode(ids[start:], skip_special_tokens=True)
         self.written = [rendered + self._decode(new[:-1]), rendered + self._decode(new)]
-        text = self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ends = self.model.generation_config.eos_token_id
+        self.cut = self.ids[-1] not in (ends if isinstance(ends, list) else [ends])
+        text = self._decode(new, skip_special_tokens=True)
         self.messages.append({"role": "assistant", "content": text})
-        return Reply(text, len(ids), 0 if self.model.report is None else self.model.report.cached_tokens)
+        cached = 0 if self.model.report is None else self.model.report.cached_tokens
+        return Reply(text[len(shown) :], len(ids), cached, self.cut)
 
     def _extended(self, rendered: str) -> list[int]:
         """The tokens of the whole conversation: the known ones and those of the text that the template has added.
@@ -140,8 +180,12 @@ class Conversation:
         return self.tokenizer(rendered, add_special_tokens=False).input_ids
 
     def _forget_tokens(self) -> None:
-        self.ids, self.written = [], []
-        self.session = self.model.session() if self.model.sessions is None else None
+        self.ids, self.written, self.cut = [], [], False
+        self.session = self._new_session()
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def _new_session(self) -> Any:
+        return self.model.session() if self.model.sessions is None else None
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self.tokenizer.decode(ids, **options)

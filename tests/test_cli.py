@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import warnings
@@ -20,12 +21,13 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextStreamer
 
 import assisted
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
-from assisted.cli.main import _brought, main
+from assisted.cli.chat import _brought
+from assisted.cli.main import main
 from assisted.cli.watch import Pieces, Watch
 from assisted.core.report import Report
 from assisted.extras import install
@@ -428,8 +430,109 @@ def test_chat_alone_is_with_the_chat_model(monkeypatch: pytest.MonkeyPatch) -> N
 def test_chat_has_commands(run: Callable[..., Any]) -> None:
     captured = run(*CHAT, typed="/help\n/rest\n")
     assert captured.out == ""
-    assert captured.err.count("/reset starts a new conversation") == 2
+    assert captured.err.count("/reset  start a new conversation") == 2
     assert "/rest is no command" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "messages"),
+    [
+        ('"""\nx = 1\n\ny = 2\n"""\nz\n', ["x = 1\n\ny = 2", "z"]),
+        ('"""x = 1"""\n', ["x = 1"]),
+        ('"""x = 1\n  y = 2"""\n', ["x = 1\n  y = 2"]),
+        ('"""\n/help\nx\n', ["/help\nx"]),  # it is not ended
+        ("x = 1\\\n  y = 2\\\n\n\n  z  \n", ["x = 1\n  y = 2", "z"]),
+        ("/usr/bin has it\n", ["/usr/bin has it"]),
+    ],
+)
+def test_several_lines_are_one_message(
+    typed: str, messages: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, typed)
+    assert [turn["message"] for turn in turns(capsys)] == messages
+
+
+@pytest.mark.parametrize("show", [[], ["--show-drafts"]])
+def test_an_answer_that_is_cut_goes_on(
+    show: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "x = 1\n")
+    (whole,) = turns(capsys, "--max-new-tokens", "24")
+    pipe(monkeypatch, "/more\nx = 1\n/more\ny = 2\n")
+    error, first, more, after = turns(capsys)
+    assert error["error"].startswith("message: there is no answer")
+    assert first["cut"] and first["reply"] + more["reply"] == whole["reply"] and more["message"] == "/more"
+    assert more["cached_tokens"] == more["prompt_tokens"] - 1  # nothing is read again
+    assert after["cached_tokens"] == first["prompt_tokens"] + 23
+    pipe(monkeypatch, "x = 1\n/more\n")
+    assert main([*CHAT, *show]) == 0
+    shown = capsys.readouterr()
+    assert re.sub("\x1b\\[[0-9]*m", "", shown.out) == first["reply"] + "\n" + more["reply"] + "\n"
+    assert shown.err.count("[The answer was cut after 12 tokens; /more goes on.]") == 2
+
+
+def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its beginning stays in the conversation."""
+    pipe(monkeypatch, "x = 1\n")
+    (whole,) = turns(capsys, "--max-new-tokens", "16")
+    put, before, seen = TextStreamer.put, signal.getsignal(signal.SIGINT), []
+
+    def interrupted(self: Any, value: torch.Tensor) -> None:
+        put(self, value)
+        seen.append(value)
+        if len(seen) == 4:  # the prompt and three tokens
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TextStreamer, "put", interrupted)
+    pipe(monkeypatch, "x = 1\n/more\n")
+    assert main(CHAT) == 0
+    shown = capsys.readouterr()
+    assert "[The answer was stopped; /more goes on.]" in shown.err and "[4 tokens in" in shown.err
+    assert shown.out.replace("\n", "") == whole["reply"].replace("\n", "")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_settings_and_the_system_message_are_changed_in_a_chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe(monkeypatch, "x = 1\n")
+    (expected,) = turns(capsys, "--temperature", "0.7", "--seed", "5", "--system", "import os", "--draft-length", "3")
+    commands = ["/set temperature 0.7", "/set seed 5", "/system import os", "x = 1"]
+    pipe(monkeypatch, "\n".join(commands) + "\n")
+    (found,) = turns(capsys, "--draft-length", "3")
+    assert found["reply"] == expected["reply"] and found["prompt_tokens"] == expected["prompt_tokens"]
+    wrong = ["/set temperature hot", "/set top_p 0.5", "/set heat 1", "/set temperature -1", "/set max_new_tokens 0"]
+    pipe(monkeypatch, "\n".join([*wrong, "/set max_new_tokens 3", "x = 1"]))
+    *errors, found = turns(capsys)
+    assert [one["error"].split()[0] for one in errors] == ["/set:", "top_p:", "/set:", "temperature:", "/set:"]
+    assert found["report"]["new_tokens"] == 3
+    pipe(monkeypatch, "/set\n/system\n/system import os\n/system\n")
+    assert main(CHAT) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("temperature 0.0, top_p None") and said[1:] == [
+        "There is no system message.",
+        "import os",
+    ]
+
+
+def test_a_conversation_is_saved_and_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a file.json"
+    pipe(monkeypatch, f"x = 1\n/save {file}\n")
+    (first,) = turns(capsys, "--system", "import os")
+    saved = json.loads(file.read_text())
+    assert [one["content"] for one in saved] == ["import os", "x = 1", first["reply"]]
+    pipe(monkeypatch, f"z\n/load {file}\ny = 2\n/save {file}\n/clear\nx = 1\n")
+    _, found, again = turns(capsys)
+    assert again["reply"] == first["reply"]  # the system message was loaded
+    added = [{"role": "user", "content": "y = 2"}, {"role": "assistant", "content": found["reply"]}]
+    assert json.loads(file.read_text()) == [*saved, *added]
+    (tmp_path / "bad").write_text('[{"role": 1}]')
+    commands = ["/save", f"/save {tmp_path}", "/load", f"/load {tmp_path / 'none'}", f"/load {tmp_path / 'bad'}"]
+    pipe(monkeypatch, "\n".join(commands))
+    errors = [turn["error"] for turn in turns(capsys)]
+    assert len(errors) == 5 and "has no saved conversation (messages: give a list" in errors[4]
 
 
 def test_chat_says_what_it_lacks_before_the_first_turn(

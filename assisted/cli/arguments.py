@@ -110,6 +110,28 @@ def add_temperature(parser: Any) -> None:
     )
 
 
+def add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:
+    """draft: the default, in words. defaults: of `add_loading`."""
+    parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
+    parser.add_argument(
+        "--draft",
+        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, ..., or several as in suffix+zoo:draft "
+        f"(default: {draft}; a saved pair's own)",
+    )
+    add_loading(parser, **defaults)
+
+
+def add_generation(parser: argparse.ArgumentParser, draft: str = "suffix") -> None:
+    add_pair(parser, draft)
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="new tokens of each text" + DEFAULT)
+    add_temperature(parser)
+    parser.add_argument("--top-p", type=float, help="top-p of the sampling (default: the model's generation config)")
+    parser.add_argument("--top-k", type=int, help="top-k of the sampling (default: the model's generation config)")
+    parser.add_argument("--seed", type=int, help="seed of the sampling")
+    parser.add_argument("--plain", action="store_true", help="decode without drafts, to compare")
+    parser.add_argument("--quiet", action="store_true", help="omit the report on standard error")
+
+
 def int_or_name(value: str) -> int | str:
     try:
         return int(value)
@@ -149,6 +171,37 @@ def loading(args: argparse.Namespace) -> dict[str, Any]:
         if getattr(args, name) is not None:
             found[name] = getattr(args, name)
     return found
+
+
+def load(args: argparse.Namespace, target: str | None = None, draft: str | None = None) -> Any:
+    """The pair that the arguments name, with a tokenizer. draft: of this target if `--draft` is not given."""
+    from ..modeling import AssistedModelForCausalLM
+
+    use_threads(args.threads)
+    if args.draft is None and args.target == target:
+        args.draft = draft
+    model = AssistedModelForCausalLM.from_pretrained(args.target, draft=args.draft, **loading(args))
+    require_tokenizer(model.tokenizer, args.target)
+    return model
+
+
+def sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `generate`. Raises ValueError for those that are not possible, or have no effect at temperature 0."""
+    import torch
+
+    from ..distribution import require_seed, require_temperature
+
+    require_temperature(args.temperature)
+    if args.seed is not None:
+        require_seed(args.seed)
+        torch.manual_seed(args.seed)
+    common = {"assisted": not args.plain}
+    chosen = {name: value for name in ("top_p", "top_k") if (value := getattr(args, name)) is not None}
+    if args.temperature == 0:
+        for name in chosen:
+            raise ValueError(f"{name}: has no effect at temperature 0; give --temperature as well")
+        return {"do_sample": False, **common}
+    return {"do_sample": True, "temperature": args.temperature, **chosen, **common}
 
 
 def target_and_tokenizer(name: str, **chosen: Any) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What is shown at a terminal only: a sign that something is loading, dimmed notes, and lines that break between words.
+"""What is shown at a terminal: an answer as it comes, a sign that something loads, dimmed notes, lines broken between words.
 
 Knows standard streams and escape codes.
 """
@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 from unicodedata import east_asian_width
@@ -76,6 +77,32 @@ def _width(unit: str) -> int:
     if len(unit) > 1:
         return 0
     return 2 if east_asian_width(unit) in "WF" else 1
+
+
+def note(text: str) -> None:
+    """A remark on standard error; on a terminal it is dimmed, and its lines end between words."""
+    out = Wrapped(sys.stderr) if sys.stderr.isatty() else sys.stderr
+    print(dimmed(text, sys.stderr), file=out)  # type: ignore[arg-type]
+
+
+def streamer(model: Any, coloured: bool = False, after: Sequence[int] = ()) -> Any:
+    """Shows the text of an answer while it is generated.
+
+    coloured: the drafted and accepted tokens. after: the last token of an answer that goes on, whose text is there already.
+    """
+    from transformers import TextStreamer
+
+    if coloured:
+        from .watch import ColouredStreamer
+
+        made = ColouredStreamer(model.tokenizer)
+        for token in after:
+            made.pieces.add(token)
+        return made
+    options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    shown = TextStreamer(model.tokenizer, skip_prompt=True, **options)
+    shown.token_cache, shown.print_len = [*after], len(model.tokenizer.decode([*after], **options))
+    return shown
 
 
 class Loading:

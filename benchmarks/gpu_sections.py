@@ -62,6 +62,7 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
     "zoo:draft in nf4": (DraftModel("zoo:draft", quantization="nf4"), 4),
     "zoo:draft in int8": (DraftModel("zoo:draft", quantization="int8"), 4),
     "self:nf4": ("self:nf4", 4),
+    "self:int4": ("self:int4", 4),
     "self:int8": ("self:int8", 4),
     "suffix": ("suffix", 4),
     "ngram": ("ngram", 4),
@@ -248,6 +249,7 @@ def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) 
         "suffix, adaptive": ("suffix", "adaptive"),
         "EAGLE-3, 4 tokens": (head, 4),
         "self:nf4, adaptive": ("self:nf4", "adaptive"),
+        "self:int4, 4 tokens": ("self:int4", 4),
     }
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
     found += methods(target, tokenizer, drafts, sizes)

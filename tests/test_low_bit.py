@@ -18,11 +18,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from assisted import AssistedModelForCausalLM, zoo
+from assisted.fast import low_bit as fast_low_bit
 from assisted.fast import native
 from assisted.fast.fused import fused
 from assisted.fast.layers import FusedLayer
-from assisted.fast.low_bit import LowBitLinear, NativeLinear, joined, low_bit
-from assisted.loading import quantization
+from assisted.fast.low_bit import CardLinear, LowBitLinear, NativeLinear, joined, low_bit
+from assisted.loading import packed, quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
 from assisted.methods.quantized_self import CopyDrafter
@@ -36,6 +37,7 @@ CALL = {"max_new_tokens": 24, "do_sample": False}
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "of torch":
         monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
+        monkeypatch.setattr(native, "_has_warned", True)
     elif not native.is_available():
         pytest.skip(native.loaded()[1])
 
@@ -283,15 +285,88 @@ def test_a_name_means_the_fastest_weights_of_a_device() -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("optimum.quanto")
     for given in ("int8", PackedConfig(8), PackedConfig(8).to_dict()):
-        assert resolve(given, torch.bfloat16, packed=False).quant_method == "bitsandbytes"
+        assert resolve(given, torch.bfloat16, "cuda").quant_method == "bitsandbytes"
         assert isinstance(resolve(given, torch.bfloat16), PackedConfig)
-    assert resolve("int4", torch.bfloat16, packed=False).quant_method == "quanto"
+    for given in ("int4", "int4-int8", PackedConfig(4)):
+        assert isinstance(resolve(given, torch.bfloat16, "cuda"), PackedConfig)
+        assert resolve(given, torch.bfloat16, "any").quant_method == "quanto"
+    with pytest.raises(ValueError, match="'int4-tinygemm' is for NVIDIA cards; on a CPU, use 'int4'"):
+        resolve("int4-tinygemm", torch.bfloat16)
     for device_map, expected in ((None, "cpu"), ("cpu", "cpu"), ("cuda:1", "cuda"), ({"": "cuda"}, "cuda")):
         assert quantization._device_type(device_map) == expected
     with pytest.raises(ValueError, match="bits: 3 is not possible; use 8 or 4"):
         PackedConfig(3)
     with pytest.raises(ValueError, match="input_bits: 4 is not possible; use 16 or 8"):
         PackedConfig(4, input_bits=4)
+
+
+def test_an_old_card_has_other_weights_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optimum.quanto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    warned: list[str] = []
+    monkeypatch.setattr(logging.get_logger("assisted.loading.backends"), "warning_once", warned.append)
+    assert resolve("int4", torch.bfloat16, "cuda").quant_method == "quanto"
+    assert (
+        "'int4-quanto' is used instead of 'int4-tinygemm': it needs an NVIDIA card of compute capability" in warned[0]
+    )
+
+
+class Kernel:
+    """torch's kernel for cards, as its sources describe it: one byte for two steps, the first one in the high bits."""
+
+    def packed(self, levels: torch.Tensor) -> torch.Tensor:
+        assert levels.shape[0] % 8 == 0 and levels.shape[1] % 32 == 0 and levels.dtype == torch.int32
+        return (levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8)
+
+    def product(self, given: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+        assert given.dtype == scales.dtype == torch.bfloat16 and scales.is_contiguous()
+        steps = torch.stack([packed >> 4, packed & 15], -1).flatten(1).float() - 8
+        scale, zero = scales.float().repeat_interleave(group, 0).unbind(-1)
+        return (given.float() @ (steps.t() * scale + zero)).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "kernel", [Kernel(), pytest.param(None, marks=pytest.mark.gpu)], ids=["described", "on a card"]
+)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@torch.no_grad()
+def test_four_bits_on_a_card(outputs: int, inputs: int, kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = linear(outputs, inputs, bias=True)
+    if kernel is None:
+        module = module.cuda()
+    else:
+        monkeypatch.setattr(fast_low_bit, "pack_for_tinygemm", kernel.packed)
+        monkeypatch.setattr(fast_low_bit, "tinygemm", kernel.product)
+    made = CardLinear.of(module.weight.float(), module.bias)
+    for columns in (1, 5, 40, 1000):
+        given = torch.randn(columns, inputs, device=module.weight.device)
+        expected, found = module(given), made(given)
+        assert found.shape == expected.shape and found.dtype == torch.float32
+        assert (found - expected).norm() / expected.norm() < ERROR[4] * (2 if outputs == 1 else 1)
+
+
+def test_the_head_stays_on_a_card_and_8_bits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama(tmp_path)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    monkeypatch.setattr(packed, "low_bit", lambda module, bits, input_bits: nn.Identity())
+    for bits, expected in ((8, "products with 8 bits are for a CPU"), (4, None)):
+        quantizer = packed._Quantizer(PackedConfig(bits))
+        if expected:
+            with pytest.raises(ValueError, match=rf"PackedConfig\(8\) does not run on this GPU, as {expected}"):
+                quantizer._process_model_after_weight_loading(model)
+        else:
+            quantizer._process_model_after_weight_loading(model)
+    assert type(model.lm_head) is nn.Linear and type(model.model.layers[0].mlp.up_proj) is nn.Identity
+
+
+@pytest.mark.gpu
+def test_a_copy_in_4_bits_drafts_on_a_card() -> None:
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="self:int4", draft_length=4, device_map="cuda")
+    assert any(isinstance(module, CardLinear) for module in pair.drafter.model.modules())
+    ids = torch.arange(40, 60, device="cuda")[None]
+    texts = [pair.generate(ids, **CALL, assisted=assisted).tolist() for assisted in (False, True)]
+    assert texts[0] == texts[1] and pair.report.acceptance_rate > 0.5
 
 
 def test_the_name_of_inputs_in_8_bits(tmp_path: Path) -> None:

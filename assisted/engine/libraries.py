@@ -353,7 +353,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return storage.data_ptr() or getattr(storage, "_cdata", id(storage))
 
 
-# ---- Products on a CPU
+# ---- Products with weights in few bits, or packed
 
 
 def _eight_bits(given: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -368,6 +368,39 @@ int8_product = _found("torch", "_weight_int8pack_mm", "products with 8-bit weigh
 _FOUR = "4-bit weights of this package are refused"
 pack_four_bits = _found("torch", "_convert_weight_to_int4pack_for_cpu", _FOUR, _no_four_bits)
 four_bit_product = _found("torch", "ops.aten._weight_int4pack_mm_for_cpu", _FOUR, _no_four_bits)
+_tinygemm = _found("torch", "ops.aten._weight_int4pack_mm", "4-bit weights on a card are quanto's")
+_pack_for_tinygemm = _found("torch", "ops.aten._convert_weight_to_int4pack", "4-bit weights on a card are quanto's")
+
+
+def lacks_tinygemm() -> str | None:
+    """Why torch's product with 4-bit weights does not run on this machine's card; None if it does, or if there is no card."""
+    if _tinygemm is None or _pack_for_tinygemm is None:
+        return "this version of torch has none"
+    if torch.version.hip is not None:
+        return "on AMD cards it was not tried"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return "it needs an NVIDIA card of compute capability 8.0 (RTX 30, A100) or newer"
+    return None
+
+
+def pack_for_tinygemm(levels: torch.Tensor) -> torch.Tensor:
+    """Steps 0 to 15, [out, in] int32 on a card, out a multiple of 8 and in of 32, in the layout of `tinygemm`."""
+    tiles = next(tiles for tiles in (8, 4, 2) if levels.shape[1] % (16 * tiles) == 0)
+    made: torch.Tensor = _pack_for_tinygemm((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), tiles)
+    return made
+
+
+def tinygemm(given: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
+    """[n, in] bfloat16 -> [n, out] bfloat16. group: of inputs that share a scale and a zero point. scales: both,
+    [groups, out, 2] bfloat16. Raises RuntimeError on another device."""
+    if not packed.is_cuda:
+        raise RuntimeError(
+            f"these 4-bit weights are packed for a GPU and cannot run on {packed.device}; load the model there"
+        )
+    made: torch.Tensor = _tinygemm(given.contiguous(), packed, group, scales)
+    return made
+
+
 int_product = _found("torch", "_int_mm", "changed weights take longer to notice")
 _ONEDNN = "products on a CPU are not packed, which makes forward passes slower"
 pack_for_onednn = _found("torch", "ops.mkldnn._reorder_linear_weight", _ONEDNN)

@@ -1,4 +1,4 @@
-"""Linear modules with weights of 8 or 4 bits that are fast on a CPU, from products in C or from those that torch itself brings.
+"""Linear modules with weights of 8 or 4 bits, from products in C or from those that torch itself brings; on a card, of 4 bits.
 
 A matrix-vector product takes as long as reading the matrix, so half the bytes of bfloat16 take about half the time. Deals
 with linear modules only; `loading.quantization` chooses the modules of a model.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..engine.libraries import four_bit_product, int8_product, pack_four_bits
+from ..engine.libraries import four_bit_product, int8_product, pack_for_tinygemm, pack_four_bits, tinygemm
 from . import native
 
 FOUR_BIT_GROUP = 32  # weights that share a scale and a zero point
@@ -44,6 +44,8 @@ def low_bit(module: nn.Linear | Conv1D, bits: int, input_bits: int = 16) -> LowB
         linear = NativeLinear(packed, beside, module.bias, inputs, outputs, bits)
         linear.input_bits = input_bits
         return linear
+    if weight.is_cuda:
+        return CardLinear.of(weight, module.bias)
     weight = F.pad(weight, (0, -inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]))
     levels, scales = (eight_bits if bits == 8 else _four_bits)(weight)
     if bits == 4:
@@ -182,6 +184,26 @@ class NativeLinear(LowBitLinear):
         scales, bias = self.scales if self.bits == 8 else None, self.bias if self.adds_bias else None
         inputs = self.in_features + self.padded
         return native.NativeProduct(self.packed, inputs, self.bits, scales, bias, self.input_bits)
+
+
+class CardLinear(LowBitLinear):
+    """The same on a card, with 4 bits: packed int32 in the layout of torch's own kernel, scales as there."""
+
+    @staticmethod
+    def of(weight: torch.Tensor, bias: nn.Parameter | None) -> CardLinear:
+        """The module for a weight, [out, in] float32 on a card."""
+        outputs, inputs = weight.shape
+        levels, scales = _four_bits(F.pad(weight, (0, -inputs % FOUR_BIT_GROUP, 0, -outputs % 8)))
+        return CardLinear(pack_for_tinygemm(levels), scales.transpose(0, 1).contiguous(), bias, inputs, outputs, 4)
+
+    @property
+    def _multiples(self) -> tuple[int, int, int]:
+        return FOUR_BIT_GROUP, 8, 8
+
+    def _product(self, given: torch.Tensor) -> torch.Tensor:
+        if len(given) > max(given.shape[1], _FEW):  # the kernel reads the weight once for every 16 columns
+            return given @ self._product(torch.eye(given.shape[1], dtype=LOW_BIT_DTYPE, device=given.device))
+        return tinygemm(given, self.packed, FOUR_BIT_GROUP, self.scales)
 
 
 @torch.inference_mode(False)

@@ -16,6 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..engine.libraries import lacks_tinygemm
 from ..fast import native
 from ..fast.low_bit import low_bit
 
@@ -26,10 +27,11 @@ METHOD = "assisted_packed"
 
 @register_quantization_config(METHOD)
 class PackedConfig(QuantizationConfigMixin):
-    """Weights of 8 or 4 bits for a CPU, with products in C or of torch; also for a target's `quantization_config`.
+    """Weights of 8 or 4 bits for a CPU, with products in C or of torch, and of 4 bits for an NVIDIA card; also for a target's
+    `quantization_config`.
 
-    Every linear module is quantized. The output head always has 8 bits, since its errors go into the logits without a layer
-    that could make up for them; if it is tied to the embedding, the embedding stays as it is.
+    Every linear module is quantized. The output head has 8 bits on a CPU, since its errors go into the logits without a layer
+    that could make up for them; if it is tied to the embedding, the embedding stays as it is. On a card, the head stays, too.
 
     Args:
         bits: of the other modules: 8 (a scale per output) or 4 (a scale and a zero point per 32 inputs).
@@ -38,7 +40,7 @@ class PackedConfig(QuantizationConfigMixin):
             llama.cpp does, and multiplies integers, which is faster; it needs the products in C, and elsewhere inputs keep 16
             bits and a warning says so.
 
-    Raises ValueError for other numbers of bits.
+    Raises ValueError for other numbers of bits; while a model is loaded, for a card that has no product with these.
     """
 
     def __init__(
@@ -71,13 +73,18 @@ class _Quantizer(HfQuantizer):
     @torch.no_grad()
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         config = self.quantization_config
-        if model.device.type == "cuda":
-            raise ValueError("quantization_config: PackedConfig is for a CPU; on a GPU, use BitsAndBytesConfig")
         skipped, head = config.modules_to_not_convert or [], model.get_output_embeddings()
-        if config.input_bits == 8 and not native.is_available():
+        on_card = model.device.type == "cuda"
+        if on_card and (why := lacks_tinygemm() if config.bits == 4 else "products with 8 bits are for a CPU"):
+            raise ValueError(
+                f"quantization_config: PackedConfig({config.bits}) does not run on this GPU, as {why}; use BitsAndBytesConfig"
+            )
+        if config.input_bits == 8 and not (on_card or native.is_available()):
             why = native.loaded()[1]
             _logger.warning_once(f"input_bits: inputs keep 16 bits, because the products in C do not run here: {why}")
         for name, module in list(model.named_modules()):
+            if on_card and module is head:
+                continue
             if isinstance(module, (nn.Linear, Conv1D)) and should_convert_module(name, skipped):
                 parent, _, own = name.rpartition(".")
                 bits = HEAD_BITS if module is head else config.bits

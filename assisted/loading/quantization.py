@@ -25,7 +25,7 @@ from ..engine.cross import Encoded, alone, is_encoder_decoder
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
-from .backends import BACKENDS, NAMES, Backend, find, names, placed
+from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
 from .classes import auto_class
 from .files import copy_files
 from .gguf import load_gguf, unmarked
@@ -51,23 +51,24 @@ HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "toke
 
 
 def resolve(
-    quantization: Quantization | None, dtype: torch.dtype, packed: bool = True
+    quantization: Quantization | None, dtype: torch.dtype, device: str = "cpu"
 ) -> QuantizationConfigMixin | None:
     """The transformers config for a name of a format; a config object or its dict is copied.
 
     "int8" and "int4" are the fastest weights of that size that a device has: on a CPU `PackedConfig`, which needs no further
-    package; elsewhere "int8-bitsandbytes" (LLM.int8(), which also quantizes activations and casts them to float16) and
-    "int4-quanto". "int4-int8" is "int4" with inputs of 8 bits where the kernels in C run. "nf4" and "fp4" are bitsandbytes'
-    4-bit formats, "int8-quanto" is optimum-quanto's and "int8-torchao" torchao's; these quantize weights only.
+    package; elsewhere "int8-bitsandbytes" (LLM.int8(), which also quantizes activations and casts them to float16), and
+    "int4-tinygemm", which is `PackedConfig(4)` on an NVIDIA card, or "int4-quanto". "int4-int8" is "int4" with inputs of 8 bits
+    where the kernels in C run. "nf4" and "fp4" are bitsandbytes' 4-bit formats, "int8-quanto" is optimum-quanto's and
+    "int8-torchao" torchao's; these quantize weights only.
 
-    dtype: that the model computes in. packed: whether `PackedConfig` can be used, which is on a CPU.
+    dtype: that the model computes in. device: the type that it runs on; "any" for weights that need no device of a kind.
 
     Raises ValueError for unknown names and types, ImportError if the backend is missing.
     """
     if quantization is None:
         return None
     if isinstance(quantization, str):
-        backend, chosen = find(quantization if packed else placed(quantization, "cuda"))
+        backend, chosen = find(placed(quantization, device))
         backend.require()
         return chosen.config(dtype)
     if isinstance(quantization, dict):
@@ -85,8 +86,10 @@ def resolve(
         entry.require()
     from_dict: Any = AutoQuantizationConfig.from_dict
     method = from_dict(quantization) if isinstance(quantization, dict) else copy.deepcopy(quantization)
-    replaced = None if entry is None or packed else entry.format_of(method)
-    return method if replaced is None or replaced.elsewhere is None else resolve(replaced.elsewhere, dtype)
+    replaced = None if entry is None or device == "cpu" else entry.format_of(method)
+    if replaced is None or not replaced.elsewhere:
+        return method
+    return resolve(replacement(replaced, device), dtype, device)
 
 
 def load_quantized(
@@ -114,8 +117,8 @@ def load_quantized(
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
         quantization = getattr(config, RECORD, None)
-    packed = _device_type(device_map) == "cpu" and base == path  # PEFT adapts no packed layers
-    method = resolve(quantization, _computed_in(dtype, config), packed)
+    device = _device_type(device_map) if base == path else "any"  # PEFT adapts no packed layers
+    method = resolve(quantization, _computed_in(dtype, config), device)
     if method is not None:
         with torch.device("meta"):  # _guarded needs shapes only
             shapes = auto_class(config).from_config(config, trust_remote_code=kwargs.get("trust_remote_code"))
@@ -157,7 +160,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
-    method = resolve(quantization, model.dtype, packed=model.device.type == "cpu")
+    method = resolve(quantization, model.dtype, model.device.type)
     if method is None:
         raise ValueError(f"quantization: None makes no quantized copy; use one of {', '.join(names())}")
     # Not by way of a folder: save_pretrained would modify the config of the model that it saves.
@@ -246,8 +249,8 @@ def with_recorded(config: PretrainedConfig, kwargs: dict[str, Any]) -> dict[str,
     record = config.__dict__.pop(RECORD, None)
     if record is None or kwargs.get("quantization_config") is not None:
         return kwargs
-    packed = _device_type(kwargs.get("device_map")) == "cpu"
-    return {**kwargs, "quantization_config": resolve(record, _computed_in(kwargs.get("dtype"), config), packed)}
+    device = _device_type(kwargs.get("device_map"))
+    return {**kwargs, "quantization_config": resolve(record, _computed_in(kwargs.get("dtype"), config), device)}
 
 
 @torch.no_grad()
@@ -289,7 +292,9 @@ def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.
     for name, (module, out, into) in _quantizable(model, backend, skipped).items():
         if out % chosen.multiples[0] or into % chosen.multiples[1]:
             continue
-        stored = backend.formats[backend.head] if backend.head and module is head else chosen
+        if module is head and chosen.head is None:
+            continue
+        stored = backend.formats[chosen.head] if chosen.head and module is head else chosen
         made += stored.bytes(out, into, dtype.itemsize)
         replaced += 0 if name in tied else out * into * dtype.itemsize  # an embedding stays beside its quantized head
     if not made:

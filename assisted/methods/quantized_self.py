@@ -33,8 +33,9 @@ _SAMPLE = 32  # numbers of each weight, by which a change of the target is notic
 class QuantizedSelf(Spec):
     """A quantized copy of the target drafts for it: `"self:int8"`.
 
-    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast: "int8" on a CPU, "nf4" on a GPU. When
-    training has changed the target's weights, the next call makes the copy again.
+    Worthwhile if memory bandwidth is the bottleneck and the low-bit kernels are fast: "int8" or "int4" on a CPU, "int4" on an
+    NVIDIA card, whose kernel reads the weights once for up to 16 columns; "nf4" is made for one column. When training has
+    changed the target's weights, the next call makes the copy again.
 
     Args:
         quantization: one of `assisted.loading.quantization.NAMES`, or a transformers quantization config. Default "nf4".

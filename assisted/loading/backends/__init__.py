@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils import logging
+
 from ...extras import Registry
 from .base import Backend, Format
 from .bitsandbytes import BITSANDBYTES
@@ -11,7 +13,8 @@ from .packed import PACKED
 from .quanto import QUANTO
 from .torchao import TORCHAO
 
-__all__ = ["BACKENDS", "NAMES", "Backend", "Format", "find", "names", "placed"]
+logger = logging.get_logger(__name__)
+__all__ = ["BACKENDS", "NAMES", "Backend", "Format", "find", "names", "placed", "replacement"]
 
 
 def _require(name: str, backend: Any) -> None:
@@ -22,13 +25,15 @@ def _require(name: str, backend: Any) -> None:
 _OWN = {backend.name: backend for backend in (PACKED, BITSANDBYTES, QUANTO, TORCHAO)}
 BACKENDS: Registry[Backend] = Registry("assisted.backends", _require, _OWN)
 """By the `quant_method` of their configs. Entry points of the group `assisted.backends` add others."""
-NAMES: tuple[str, ...] = tuple(name for backend in _OWN.values() for name in backend.formats)
-"""The formats of this package, by name."""
+NAMES: tuple[str, ...] = tuple(
+    name for backend in _OWN.values() for name, chosen in backend.formats.items() if not chosen.cards
+)
+"""The formats of this package, by name; "int4" stands for the one that is for cards only."""
 
 
 def names() -> list[str]:
-    """The formats of all installed backends, by name."""
-    return [name for backend in BACKENDS.values() for name in backend.formats]
+    """The formats of all installed backends, by name, but for those that are for cards only."""
+    return [name for backend in BACKENDS.values() for name, chosen in backend.formats.items() if not chosen.cards]
 
 
 def find(name: str) -> tuple[Backend, Format]:
@@ -42,6 +47,21 @@ def find(name: str) -> tuple[Backend, Format]:
 
 
 def placed(name: str, device: str) -> str:
-    """The name of the format that a name stands for on a type of device. Raises ValueError for an unknown name."""
-    elsewhere = find(name)[1].elsewhere
-    return name if device == "cpu" or elsewhere is None else elsewhere
+    """The name of the format that a name stands for on a type of device. Raises ValueError for an unknown name, and for one
+    that is for cards only on a CPU."""
+    chosen = find(name)[1]
+    if device == "cpu" and chosen.cards:
+        raise ValueError(f"quantization: {name!r} is for NVIDIA cards; on a CPU, use 'int4'")
+    return name if device == "cpu" or not chosen.elsewhere else replacement(chosen, device)
+
+
+def replacement(chosen: Format, device: str) -> str:
+    """The name of the format that replaces one which is for a CPU, on another type of device."""
+    for name in chosen.elsewhere[:-1]:
+        other = find(name)[1]
+        if other.cards and device != "cuda":
+            continue
+        if (reason := other.lacks()) is None:
+            return name
+        logger.warning_once(f"quantization: {chosen.elsewhere[-1]!r} is used instead of {name!r}: {reason}")
+    return chosen.elsewhere[-1]

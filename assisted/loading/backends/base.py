@@ -17,6 +17,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...extras import install
 
 
+def _nothing() -> None:
+    """A format that runs on every card."""
+
+
 @dataclass(frozen=True)
 class Format:
     """One way to store weights. Its name means the same on every machine, so that saved pairs do, too.
@@ -25,15 +29,22 @@ class Format:
         config: makes the transformers config for a model that computes in a dtype.
         bytes: of a weight of shape [out, in], as a function of (out, in, bytes of a number that is not quantized).
         multiples: what out_features and in_features must be divisible by; modules of other shapes stay unquantized.
-        elsewhere: the name of the format that replaces this one on other devices than a CPU; None: it is for all devices.
+        elsewhere: the names of the formats that replace this one on other devices than a CPU, the best one first; empty: it is
+            for all devices.
+        lacks: why it does not run on this machine's card; None if it does. A machine without a card may have one some day.
+        cards: it is for NVIDIA cards only.
+        head: the name of the format of the output embedding; None: that stays as it is.
         code: Python that makes the config, where `{dtype}` stands for the dtype; empty: `resolve` makes it.
     """
 
     config: Callable[[torch.dtype], QuantizationConfigMixin]
     bytes: Callable[[int, int, int], int]
     multiples: tuple[int, int] = (1, 1)
-    elsewhere: str | None = None
+    elsewhere: tuple[str, ...] = ()
     code: str = ""
+    lacks: Callable[[], str | None] = _nothing
+    cards: bool = False
+    head: str | None = None
 
 
 def _unrestricted(config: Any) -> Format | None:
@@ -59,7 +70,6 @@ class Backend:
             ValueError for one that cannot be used here.
         skips: the config's field with the names of modules that stay unquantized; None: the backend quantizes all modules.
         modules: the classes of modules that it quantizes.
-        head: the format of the output embedding, if it always has the same.
         settle: works around the side effects on a model that was just loaded.
     """
 
@@ -71,7 +81,6 @@ class Backend:
     format_of: Callable[[Any], Format | None] = _unrestricted
     skips: str | None = "modules_to_not_convert"
     modules: tuple[type[nn.Module], ...] = (nn.Linear,)
-    head: str | None = None
     settle: Callable[[PreTrainedModel], None] = _untouched
 
     @property

@@ -1,11 +1,13 @@
-"""This package's own weights for CPUs: "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs always
-have 8 bits. On other devices the names stand for the fastest weights of the same size that these have."""
+"""This package's own weights: for CPUs "int8" and "int4", the fastest of that size there, and "int4-int8", whose inputs always
+have 8 bits; for NVIDIA cards "int4-tinygemm", for torch's kernel of that name. On other devices the first three stand for the
+fastest weights of the same size that these have."""
 
 from __future__ import annotations
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...engine.libraries import lacks_tinygemm
 from ...fast import native
 from ..packed import HEAD_BITS, METHOD, PackedConfig
 from .base import Backend, Format, blocks
@@ -22,24 +24,35 @@ def _bytes_4(out: int, into: int, size: int) -> int:
     return together * blocks(out, together) * blocks(into, 32) * (16 + 4)
 
 
+_HEAD = f"int{HEAD_BITS}"
 _FORMATS = {
     "int8": Format(
         lambda dtype: PackedConfig(8, input_bits=8 if native.is_available() else 16),
         _bytes_8,
-        elsewhere="int8-bitsandbytes",
+        elsewhere=("int8-bitsandbytes",),
+        head=_HEAD,
         code="PackedConfig(8, input_bits=8)",
     ),
     "int4": Format(
         lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),
         _bytes_4,
-        elsewhere="int4-quanto",
+        elsewhere=("int4-tinygemm", "int4-quanto"),
+        head=_HEAD,
         code="PackedConfig(4, input_bits=8)",
     ),
     "int4-int8": Format(
         lambda dtype: PackedConfig(4, input_bits=8),
         _bytes_4,
-        elsewhere="int4-quanto",
+        elsewhere=("int4-tinygemm", "int4-quanto"),
+        head=_HEAD,
         code="PackedConfig(4, input_bits=8)",
+    ),
+    "int4-tinygemm": Format(
+        lambda dtype: PackedConfig(4),
+        lambda out, into, size: 8 * blocks(out, 8) * blocks(into, 32) * (16 + 4),
+        code="PackedConfig(4)",
+        lacks=lacks_tinygemm,
+        cards=True,
     ),
 }
 PACKED = Backend(
@@ -49,5 +62,4 @@ PACKED = Backend(
     format_of=lambda config: _FORMATS[f"int{config.bits}"],
     skips=None,
     modules=(nn.Linear, Conv1D),
-    head=f"int{HEAD_BITS}",
 )

@@ -51,7 +51,7 @@ def decode(
         draft = drafting.propose(text, budget)
         stopwatch.lap()
         draft, verified, logits = _verify(target, drafting, text, draft, in_lockstep)
-        outcome = rule(verified, logits, distribution, text, target.top1)
+        outcome = rule(verified, logits, distribution, text, target.top1, target.compute)
         target.commit(outcome.kept, outcome.path)
         stopwatch.lap()
         draft_seconds, seconds = stopwatch.laps()

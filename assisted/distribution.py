@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
@@ -148,6 +149,23 @@ class Distribution:
         """Whether scores depend on the logits alone, not on which tokens these are of. Then the distribution over the tokens
         that a draft knows can be computed without the others."""
         return all(type(processor) in _BY_RANK for processor in self.processors)
+
+    @functools.cached_property
+    def of_logits(self) -> Hashable | None:
+        """A key that is equal for distributions that compute the same, if they depend on the logits alone (`by_rank`) and are
+        described by numbers; None for others."""
+        own = [(type(processor), *sorted(vars(processor).items())) for processor in self.processors]
+        simple = all(isinstance(value, (int, float, str, NoneType)) for _, *fields in own for _, value in fields)
+        depends = self.lossy is not None or self.draws is not None or not (self.by_rank and simple)
+        return None if depends else (self.do_sample, *own)
+
+    def scores_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores, [..., V] -> [..., V] float32, of a distribution with `of_logits`. On the device alone."""
+        scores = logits.float().flatten(0, -2)
+        nothing = scores.new_zeros(len(scores), 0, dtype=torch.int64)  # no prefix
+        for processor in self.processors:
+            scores = processor(nothing, scores)
+        return scores.view_as(logits)
 
     def for_draft(self) -> Distribution:
         """The distribution for drafts: without processors that must see committed prefixes only."""

@@ -5,7 +5,8 @@ Knows the distribution, the acceptance rules and the text; nothing of models, ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from .distribution import Distribution, probabilities
 
 Top1 = Callable[[torch.Tensor], torch.Tensor]
 """Finds the top-1 token of scores, [..., V] -> [...] int64, as `core.acceptance.top1` does; a target has the fastest way."""
+Compute = Callable[..., torch.Tensor | None]
+"""As `Runner.compute`."""
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
@@ -32,38 +35,34 @@ class Outcome(NamedTuple):
 
 
 def judge(
-    draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text, top1: Top1 = acceptance.top1
+    draft: Draft,
+    logits: torch.Tensor,
+    distribution: Distribution,
+    text: Text,
+    top1: Top1 = acceptance.top1,
+    compute: Compute = lambda *given: None,
 ) -> Outcome:
-    """Accept drafted tokens and commit them, each row independently. logits: [B, n + 1, V], see `Round`."""
-    plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
-    scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
-    tokens, lengths, parents, width = draft.tokens, draft.lengths, draft.parents, draft.width
-    nodes = verdict = None
-    if not distribution.do_sample:
-        choice, invalid = top1(scores), torch.zeros_like(scores[..., 0], dtype=torch.bool)
-    else:
-        p, invalid = _drawable(scores)
-        if distribution.lossy is not None:
-            nodes, verdict = distribution.lossy.judge(draft, p)
-        elif distribution.draws is not None:
-            choice = distribution.draws.sample(p, text.lengths, draft.depths())
-        elif draft.q is None:
-            choice = acceptance.sample(p)
-        elif parents is None:
-            verdict = acceptance.block(tokens, lengths, p, draft.q)
-        else:
-            nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
-    if verdict is None:
-        results = [choice]
-    else:
-        results = [verdict.accepted[:, None], verdict.token[:, None], *([] if nodes is None else [nodes])]
-    # the only device-to-host transfer of a round
-    parts = [invalid, lengths[:, None], tokens, *([] if parents is None else [parents]), *results]
+    """Accept drafted tokens and commit them, each row independently.
+
+    logits: [B, n + 1, V], see `Round`. compute: runs functions of tensors as one captured operation.
+    """
+    parents, width, scores, found = draft.parents, draft.width, None, None
+    if distribution.do_sample and distribution.of_logits is not None and not text.keep_scores:
+        given = logits, draft.tokens, draft.lengths, draft.q, parents
+        found = compute(("judge", distribution.of_logits), functools.partial(_judged_alone, distribution), *given)
+    if found is None:
+        plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
+        scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
+        found = _judged(draft, scores, distribution, text.lengths, top1)
+    walks = distribution.do_sample and (
+        distribution.lossy is not None or (distribution.draws is None and draft.q is not None)
+    )
     drafts, new, path, depths = [], [], [], []
-    for row in torch.cat(parts, 1).tolist():
-        not_drawable, count, row = row[: width + 1], row[width + 1], row[width + 2 :]
+    for row in found.tolist():  # the only device-to-host transfer of a round
+        not_drawable, row = (row[: width + 1], row[width + 1 :]) if distribution.do_sample else ((), row)
+        count, row = row[0], row[1:]
         drafted, above, about = row[:count], row[width:][:count], row[width if parents is None else 2 * width :]
-        if verdict is not None:
+        if walks:
             accepted, token, *order = about
             walk = (order or range(width))[:accepted]
         elif parents is not None:
@@ -71,14 +70,14 @@ def judge(
         else:
             walk, token = acceptance.match(drafted, about)
         columns = [0, *(node + 1 for node in walk)]  # column 0 holds the last committed token
-        valid = next((i for i, column in enumerate(columns) if not_drawable[column]), len(columns))
+        valid = next((i for i, column in enumerate(columns) if not_drawable and not_drawable[column]), len(columns))
         new.append([*(drafted[node] for node in walk), token][:valid])
         path.append(columns)
         drafts.append(count)
         depths.append(count if parents is None else levels(above))
     if parents is not None and (text.keep_scores or text.keep_logits):
         index = padded(path, logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
-        scores, logits = scores.gather(1, index), logits.gather(1, index)
+        scores, logits = None if scores is None else scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
     if any(len(new[row]) < len(path[row]) for row in text.unfinished):
         raise RuntimeError(_NOT_DRAWABLE)
@@ -87,20 +86,76 @@ def judge(
     return Outcome(drafts, depths, accepted, kept, None if parents is None else path)
 
 
-def _drawable(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _judged(
+    draft: Draft,
+    scores: torch.Tensor,
+    distribution: Distribution,
+    text_lengths: Sequence[int] = (),
+    top1: Top1 = acceptance.top1,
+    waits: bool = True,
+) -> torch.Tensor:
+    """What the host needs to know of a verdict, by row: if tokens are drawn, where there is nothing to draw from; the draft's
+    length, tokens and parents; and the target's choices, or what is accepted, the token after it and its nodes.
+
+    scores: [B, n + 1, V]. waits: whether the host may look at them.
+    """
+    tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
+    if not distribution.do_sample:
+        return _side_by_side(lengths[:, None], tokens, parents, top1(scores))
+    p, invalid = _drawable(scores, waits)
+    nodes = None
+    if distribution.lossy is not None:
+        nodes, verdict = distribution.lossy.judge(draft, p)
+    elif distribution.draws is not None:
+        return _side_by_side(
+            invalid, lengths[:, None], tokens, parents, distribution.draws.sample(p, text_lengths, draft.depths())
+        )
+    elif draft.q is None:
+        return _side_by_side(invalid, lengths[:, None], tokens, parents, acceptance.sample(p))
+    elif parents is None:
+        verdict = acceptance.block(tokens, lengths, p, draft.q)
+    else:
+        nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
+    return _side_by_side(
+        invalid, lengths[:, None], tokens, parents, verdict.accepted[:, None], verdict.token[:, None], nodes
+    )
+
+
+def _judged_alone(
+    distribution: Distribution,
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    q: torch.Tensor | None,
+    parents: torch.Tensor | None,
+) -> torch.Tensor:
+    """`_judged` as a function of tensors, for a distribution with `of_logits`."""
+    return _judged(Draft(tokens, lengths, q, parents), distribution.scores_of(logits), distribution, waits=False)
+
+
+def _side_by_side(*parts: torch.Tensor | None) -> torch.Tensor:
+    return torch.cat([part for part in parts if part is not None], 1)
+
+
+def _drawable(scores: torch.Tensor, waits: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, [..., V], and where there are none, [...] bool: scores with NaN or infinity, or all tokens forbidden.
 
     Probabilities are uniform there, so that what follows a token has no influence on whether the token is drawn.
     """
     p = probabilities(scores)
     invalid = p[..., 0].isnan()  # one such score makes all of them NaN
-    if p.device.type != "cpu" or bool(invalid.any()):  # an accelerator is not waited for
+    if not waits or p.device.type != "cpu" or bool(invalid.any()):  # an accelerator is not waited for
         p.masked_fill_(invalid[..., None], 1 / p.shape[-1])
     return p, invalid
 
 
 def judge_in_lockstep(
-    draft: Draft, logits: torch.Tensor, distribution: Distribution, text: Text, top1: Top1 = acceptance.top1
+    draft: Draft,
+    logits: torch.Tensor,
+    distribution: Distribution,
+    text: Text,
+    top1: Top1 = acceptance.top1,
+    compute: Compute | None = None,
 ) -> Outcome:
     """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
 

@@ -39,7 +39,7 @@ class Recording:
         with _Recorder(self.steps), NoHostReads():
             self.outputs = run()
         for output in self.outputs:  # nothing of the capture itself may be taken for a result
-            output.fill_(float("nan"))
+            output.fill_(float("nan") if output.is_floating_point() else -1)
 
     def __call__(self) -> list[torch.Tensor]:
         for func, args, kwargs, written in self.steps:

@@ -5,7 +5,7 @@ Captured forward passes (fast/graphs.py) need nothing else of a runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -44,6 +44,19 @@ class Passes:
     def gather(self, runner: Runner, path: Paths) -> bool:
         """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
+
+    def compute(
+        self,
+        runner: Runner,
+        key: Hashable,
+        function: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor | None, ...],
+    ) -> torch.Tensor | None:
+        """The result of a captured function of tensors, valid until the next replay; None leaves calling it to the caller.
+
+        key: equal for functions that compute the same. The host reads no value in them.
+        """
+        return None
 
     def release(self, reason: str) -> None:
         """Free the memory of captured passes, and run eagerly from now on."""
@@ -89,6 +102,12 @@ class Runner:
         Returns [R, n, V].
         """
         raise NotImplementedError
+
+    def compute(
+        self, key: Hashable, function: Callable[..., torch.Tensor], *inputs: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """As `Passes.compute`."""
+        return self.passes.compute(self, key, function, inputs)
 
     def run_only(self, rows: list[int]) -> None:
         """Run the next forward passes over these rows only, because finished rows would waste time."""

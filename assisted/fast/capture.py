@@ -101,11 +101,15 @@ class Captures:
     def is_expected(self, shape: Shape) -> bool:
         """Whether shapes of this sort are captured, which begins at the second request."""
         sort = self.sort(shape)
-        if sort in self.trusted or sort in self._asked:
+        return sort in self.trusted or self.was_asked(sort)
+
+    def was_asked(self, key: Hashable) -> bool:
+        """Whether something was requested before, which is remembered from now on."""
+        if key in self._asked:
             return True
         if len(self._asked) >= _REMEMBERED:
             self._asked.clear()
-        self._asked.add(sort)
+        self._asked.add(key)
         return False
 
     def compile(self, function: Function, frozen: bool) -> Function:

@@ -11,12 +11,13 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.random import fork_rng
 from transformers import PreTrainedModel
 
 from ..core.clock import now
@@ -28,7 +29,7 @@ from ..engine.libraries import attention_of
 from ..engine.passes import Inputs, Passes, Runner
 from ..engine.prepared import CallSettings
 from ..engine.shapes import WIDTHS, columns_for, slots_for
-from .capture import Captures, CompiledCode, CudaGraphs, Function, Outputs, Shape
+from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, Outputs, Shape
 from .products import may_copy, may_take
 from .sources import Modules, Source, Weights
 from .static_buffers import StaticBuffers
@@ -52,6 +53,16 @@ class _Static(NamedTuple):
     run: Function
     twin: Any
     frozen: bool
+
+
+class _Computed:
+    """A captured function, and the tensors that it reads."""
+
+    def __init__(self, run: Captured, inputs: Sequence[torch.Tensor | None]):
+        self.run, self.inputs = run, inputs
+
+    def __call__(self) -> Outputs:
+        return self.run()
 
 
 class Graphs(Passes):
@@ -79,6 +90,7 @@ class Graphs(Passes):
         self.buffers: StaticBuffers | None = None
         self._functions: dict[Hashable, _Static] = {}  # by kind of runner, with chains or trees
         self._frozen: dict[Hashable, bool] = {}  # whether weights are constants of code, by kind of runner
+        self._uncapturable: set[Hashable] = set()  # functions of `compute`
         self._made_from: tuple[Any, Source] | None = None
         self._lock = threading.Lock()
         self._settings: CallSettings | None = None  # of the call that replays
@@ -101,7 +113,7 @@ class Graphs(Passes):
     def _forget(self) -> None:
         if self.captures is not None:
             self.captures = type(self.captures)(self.captures.compiled, self.captures.constants)
-        self.buffers, self._functions, self._frozen = None, {}, {}
+        self.buffers, self._functions, self._frozen, self._uncapturable = None, {}, {}, set()
 
     def serve(self, runner: _Runner, model: nn.Module, settings: CallSettings) -> _Runner:
         """Let a call's settings hold for a runner, and replay its forward passes, and those of runners that share its slots,
@@ -284,6 +296,39 @@ class Graphs(Passes):
             return False
         return True
 
+    def compute(
+        self,
+        runner: Runner,
+        key: Hashable,
+        function: Callable[..., torch.Tensor],
+        inputs: tuple[torch.Tensor | None, ...],
+    ) -> torch.Tensor | None:
+        captures = self.captures
+        if not self._serves(runner.cache) or not isinstance(captures, CudaGraphs):
+            return None
+        key = ("compute", key, *(None if given is None else (given.shape, given.dtype) for given in inputs))
+        if key in self._uncapturable or not (key in captures.held or captures.was_asked(key)):
+            return None
+        started = now()
+        if key not in captures.held:
+            with torch.inference_mode(False):
+                held = [None if given is None else torch.zeros_like(given) for given in inputs]
+            _fill(held, inputs)
+            try:
+                with fork_rng([runner.device] if runner.device.type == "cuda" else []):
+                    run = captures.record(lambda: [function(*held)], runner.device, False)
+            except Exception:  # it runs eagerly; somebody's version of a processor may read values on the host
+                self._uncapturable.add(key)
+                return None
+            finally:
+                self._spend(now() - started)
+            captures.keep(key, _Computed(run, held))
+        captured = captures.held[key]
+        assert isinstance(captured, _Computed)
+        _fill(captured.inputs, inputs)
+        captures.held.move_to_end(key)
+        return captured()[0]
+
     def _last(self, cache: SlotCache, rows: int) -> int:
         """The most valid slots in any of the first rows, in storage order."""
         return max(cache.lengths[row] for row in cache.order[:rows])
@@ -309,6 +354,12 @@ class Graphs(Passes):
     def _give_up(self, reason: str) -> None:
         self._note(reason)
         self.release(reason)
+
+
+def _fill(held: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:
+    for own, new in zip(held, given, strict=True):
+        if own is not None and new is not None:
+            own.copy_(new)
 
 
 def _results(outputs: Outputs, runner: Runner, buffers: StaticBuffers, width: int) -> torch.Tensor:

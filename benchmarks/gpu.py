@@ -7,8 +7,7 @@
 
 The most valuable sections come first. Results are written after every item to OUT/gpu.json. A second call with the same file
 continues after the last item; an item that failed or took too long is noted with its error and not tried again, unless with
---again. Each section runs in processes of its own, because an error on a GPU makes a process unusable. gpu_sections.py has the
-measurements; this file knows only their names.
+--again. Items run in a process of their own, which is replaced after an error of the GPU. gpu_sections.py has the measurements.
 """
 
 from __future__ import annotations
@@ -16,273 +15,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SECTIONS = ("identity", "speed", "batches", "memory", "offload", "contexts", "quantized", "sampled", "bits")
-"""In the order of their value."""
-ITEM_SECONDS = 300  # an item that takes longer hangs
-GO_ON = 4  # the status of a process after which another one takes the next item
-ATTEMPTS = 2  # how often an item may be started: once more after its process or this one was killed
-NAME = "gpu.json"
-Found = dict[str, Any]
+from shared import Worker, page, publish, shown
 
-
-class Results:
-    """The file with all results: {"about": {...}, "current": [section, item], "sections": {section: {item: result}}}.
-
-    A result has "seconds" (of the item) when it is there, "error" when it failed; "started" counts the times it was begun.
-    The file is written after every change.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        empty: Found = {"about": {}, "current": None, "sections": {}}
-        self.found: Found = json.loads(path.read_text()) if path.exists() else empty
-
-    @property
-    def current(self) -> tuple[str, str] | None:
-        """The section and the item that was begun and has no result."""
-        return tuple(self.found["current"]) if self.found["current"] else None
-
-    def done(self, section: str, item: str) -> bool:
-        """Whether there is a result or an error."""
-        result = self.found["sections"].get(section, {}).get(item, {})
-        return "seconds" in result or "error" in result
-
-    def put(self, section: str, item: str, result: Found) -> None:
-        """Note a result or an error."""
-        self.found["sections"].setdefault(section, {})[item] = result
-        self.found["current"] = None
-        self.write()
-
-    def begin(self, section: str, item: str) -> bool:
-        """Note that an item is begun. False, with an error noted, if it was begun too often."""
-        items = self.found["sections"].setdefault(section, {})
-        started = 1 + items.get(item, {}).get("started", 0)
-        if started > ATTEMPTS:
-            self.put(section, item, {"error": f"its process was ended {ATTEMPTS} times"})
-            return False
-        items[item] = {"started": started}
-        self.found["current"] = [section, item]
-        self.write()
-        return True
-
-    def fail_current(self, error: str) -> bool:
-        """Note an error of the item that was begun; False if there is none."""
-        if self.current is None:
-            return False
-        self.put(*self.current, {"error": error})
-        return True
-
-    def forget(self, sections: list[str]) -> None:
-        """Drop the errors of these sections."""
-        for name in sections:
-            items = self.found["sections"].get(name, {})
-            self.found["sections"][name] = {item: one for item, one in items.items() if "error" not in one}
-        self.write()
-
-    def write(self) -> None:
-        """Replace the file in one step: whoever stops this process leaves a file that can be read."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".partial")
-        beside.write_text(json.dumps(self.found, indent=1) + "\n")
-        os.replace(beside, self.path)
-
-
-def run(args: argparse.Namespace) -> Found:
-    """Run the sections one after the other, each in processes of its own, until everything is done or time is up."""
-    path = args.out / NAME
-    deadline = time.monotonic() + 60 * args.minutes
-    if args.again:
-        Results(path).forget(args.only)
-    for section in args.only:
-        while time.monotonic() < deadline and not section_ended(section, path, deadline, args):
-            pass  # the process died within an item, which is noted; another process takes the next one
-    return Results(path).found
-
-
-def section_ended(section: str, path: Path, deadline: float, args: argparse.Namespace) -> bool:
-    """Run a section in a process. False if the process ended before the section did, so that another one has to go on."""
-    options = ["--section", section, "--out", str(args.out), "--device", args.device, "--size", args.size]
-    options += ["--item", args.item] if args.item else []
-    process = subprocess.Popen([sys.executable, __file__, *options], start_new_session=True)
-    began, last = time.monotonic(), None
-    while process.poll() is None:
-        time.sleep(0.5)
-        item = Results(path).current
-        if item != last:
-            began, last = time.monotonic(), item
-        if time.monotonic() > deadline:
-            stop(process)
-            print(f"{section}: time is up", file=sys.stderr)
-            return True
-        if time.monotonic() - began > ITEM_SECONDS:
-            stop(process)
-            return not Results(path).fail_current(f"took more than {ITEM_SECONDS} seconds")
-    if process.returncode in (0, GO_ON):
-        return process.returncode == 0
-    noted = Results(path).fail_current(f"its process ended with {process.returncode}")
-    print(f"{section}: a process ended with {process.returncode}", file=sys.stderr)
-    return not noted
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def work(args: argparse.Namespace) -> None:
-    """The items of one section, in this process. Ends with the status GO_ON after an error of the device, and after every item
-    of a section that measures memory."""
-    import gpu_sections as measurements
-
-    results = Results(args.out / NAME)
-    if not results.found["about"]:
-        results.found["about"] = measurements.about(args.device)
-        results.write()
-    for item, measure in measurements.items(args.section, args.device, args.size):
-        if args.item not in item:
-            continue
-        if results.done(args.section, item) or not results.begin(args.section, item):
-            continue
-        print(f"{args.section}: {item}", file=sys.stderr, flush=True)
-        started = time.monotonic()
-        try:
-            result = measure()
-        except Exception as error:
-            text = f"{type(error).__name__}: {str(error)[:400]}"
-            results.put(args.section, item, {"error": text})
-            print(f"  failed: {text}", file=sys.stderr, flush=True)
-            if measurements.is_of_device(error):
-                sys.exit(GO_ON)
-        else:
-            results.put(args.section, item, {**result, "seconds": round(time.monotonic() - started, 1)})
-        measurements.tidy()
-        if args.section in measurements.ALONE:
-            sys.exit(GO_ON)
-
-
-def markdown(found: Found) -> str:
-    """All sections as Markdown."""
-    about = found["about"]
-    named = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers") if name in about)
-    lines = [f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}, greedy."]
-    lines[0] += f" {about['note']}" if "note" in about else ""
-    for section in SECTIONS:
-        items = found["sections"].get(section, {})
-        measured = {item: one for item, one in items.items() if "seconds" in one}
-        if items:
-            lines += ["", f"**{TITLES[section]}**", ""]
-        if measured:
-            lines += list(TABLES[section](measured))
-        lines += [f"\n{item}: failed. {one['error']}" for item, one in items.items() if "error" in one]
-    return "\n".join(lines)
-
-
-def table(header: Iterable[str], rows: Iterable[list[Any]]) -> list[str]:
-    """The lines of a Markdown table."""
-    from assisted.lab.bench.table import (
-        markdown_table,  # takes seconds, which processes that measure nothing needn't spend
-    )
-
-    return markdown_table(list(header), rows)
-
-
-def identity_table(items: Found) -> Iterator[str]:
-    """One row for each target and draft: rows with plain's tokens, eagerly and captured."""
-    rows = []
-    for item, one in items.items():
-        cells = []
-        for mode in one["modes"].values():
-            gap = mode["largest_gap"]
-            near = "" if gap is None else f" (gap {gap:.3f})"
-            cells += [f"{mode['same']} of {mode['rows']}{near}", f"{mode['tokens_per_pass']:.2f}", mode["captured"]]
-        rows.append([item, *cells])
-    modes = next(iter(items.values()))["modes"]
-    titles = [
-        f"{mode}: {title}" for mode in modes for title in ("same texts", "tokens per forward pass", "captured passes")
-    ]
-    yield from table(["target, draft", *titles], rows)
-
-
-def race_table(items: Found) -> Iterator[str]:
-    """Every race's methods."""
-    for item, one in items.items():
-        for (point,) in (one["result"]["points"],):
-            yield f"\n{item}:\n"
-            rows = []
-            for row in point["rows"]:
-                if row["error"] is not None:
-                    rows.append([row["name"], "failed", "", "", ""])
-                    continue
-                speedup = row["speedup"]
-                times = f"{speedup['ratio']:.2f} [{speedup['low']:.2f}, {speedup['high']:.2f}]" if speedup else ""
-                rate = 1e3 / row["milliseconds_per_token"]
-                cells = [f"{rate:.0f}", times, f"{row['tokens_per_pass'] or 0:.2f}"]
-                rows.append([row["name"], *cells, f"{row['same']} of {row['rows']}"])
-            columns = ["", "tokens/s", "times the fastest plain mode", "tokens per forward pass", "same texts"]
-            yield from table(columns, rows)
-
-
-def speed_table(items: Found) -> Iterator[str]:
-    """Milliseconds of forward passes, then the races."""
-    rows = [[item, mode, *times.values()] for item, one in items.items() for mode, times in one["passes"].items()]
-    if rows:
-        header = next(iter(next(iter(items.values()))["passes"].values()))
-        yield from table(["target", "forward passes", *header], rows)
-    yield from race_table(items)
-
-
-def memory_table(items: Found) -> Iterator[str]:
-    gib = 2**30
-    rows = []
-    for item, one in items.items():
-        sizes = [f"{one[name] / gib:.2f}" for name in ("plan", "used", "reserved", "allocated")]
-        rows.append([item, *sizes, f"{one['plan'] / one['used'] - 1:+.1%}"])
-    columns = ["load", "plan, GiB", "used on the card", "reserved", "allocated", "plan against used"]
-    yield from table(columns, rows)
-
-
-def rows_table(items: Found) -> Iterator[str]:
-    """Items whose rows are plain figures."""
-    columns = list(dict.fromkeys(name for one in items.values() for row in one["rows"] for name in row))
-    cells = [
-        [item, *(f"{v:.3g}" if isinstance(v := row.get(name, ""), float) else v for name in columns)]
-        for item, one in items.items()
-        for row in one["rows"]
-    ]
-    yield from table(["", *columns], cells)
-
-
-def bits_table(items: Found) -> Iterator[str]:
-    """What it costs; then, over all drafts and lengths, how many have the bytes of the text without drafts."""
-    if costs := {item: one for item, one in items.items() if item.endswith("cost")}:
-        yield from [*rows_table(costs), ""]
-    rows = []
-    for item, one in items.items():
-        for sampled in (False, True):
-            found = [row for row in one["rows"] if row.get("sampled") is sampled]
-            counts = [[int(n) for n in row["same"].split(" of ")] for row in found]
-            alone = [[int(n) for n in row.get("rows alone", "0 of 0").split(" of ")] for row in found]
-            if found:
-                same, rows_alone = (
-                    " of ".join(str(sum(n)) for n in zip(*each, strict=True)) for each in (counts, alone)
-                )
-                kind = "sampled" if sampled else "greedy"
-                hashes = sorted({row["plain"] for row in found})
-                rows.append([item, kind, len(found), same, "" if sampled else rows_alone, ", ".join(hashes)])
-    columns = ["", "tokens", "drafts", "the bytes of no draft", "rows with the bytes that they have alone", "hash"]
-    yield from table(columns, rows) if rows else ()
-
-
-TITLES = {
+SECTIONS = {
     "identity": "Texts against plain `generate`",
     "speed": "Speed",
     "batches": "Batches",
@@ -293,17 +34,186 @@ TITLES = {
     "sampled": "Sampled tokens against their distribution",
     "bits": 'To the bit: `exact="bits"`',
 }
-TABLES = {
-    "identity": identity_table,
-    "speed": speed_table,
-    "batches": race_table,
-    "memory": memory_table,
-    "offload": rows_table,
-    "contexts": rows_table,
-    "quantized": race_table,
-    "sampled": rows_table,
-    "bits": bits_table,
+"""In the order of their value, with their titles."""
+ALONE = ("memory", "offload")
+"""Sections that need a process for every item: what an item before left on the device would be counted."""
+ITEM_SECONDS = 300  # an item that takes longer hangs
+ATTEMPTS = 2  # how often an item may be started: once more after this process was killed
+NAME = "gpu.json"
+MODULE = "gpu_sections"
+Found = dict[str, Any]
+
+
+def run(args: argparse.Namespace) -> Found:
+    """Measure the items that have no result, one after the other, until time is up. Returns all results.
+
+    The file has {"about": {...}, "sections": {section: {item: result}}}. A result has "seconds" (of the item) when it is there,
+    "error" when it failed; "started" counts the times it was begun. The file is replaced after every change.
+    """
+    path, deadline = args.out / NAME, time.monotonic() + 60 * args.minutes
+    found: Found = json.loads(path.read_text()) if path.exists() else {"about": {}, "sections": {}}
+    worker: Worker | None = None
+
+    def put(items: Found, item: str, result: Found) -> None:
+        items[item] = result
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".partial")
+        beside.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(beside, path)
+
+    for section in args.only:
+        items = found["sections"].setdefault(section, {})
+        if args.again:
+            items = found["sections"][section] = {name: one for name, one in items.items() if "error" not in one}
+        worker = worker or Worker(MODULE, "serve", args.device, args.size)
+        found["about"] = found["about"] or worker.ask()
+        for item in worker.ask(section):
+            known = items.get(item, {})
+            if args.item not in item or "seconds" in known or "error" in known:
+                continue
+            if known.get("started", 0) == ATTEMPTS:
+                put(items, item, {"error": f"its process was ended {ATTEMPTS} times"})
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            put(items, item, {"started": known.get("started", 0) + 1})
+            print(f"{section}: {item}", file=sys.stderr, flush=True)
+            worker = worker or Worker(MODULE, "serve", args.device, args.size)
+            try:
+                result = worker.ask(section, item, seconds=min(left, ITEM_SECONDS))
+            except TimeoutError:
+                if left < ITEM_SECONDS:
+                    break
+                result = {"error": f"took more than {ITEM_SECONDS} seconds", "lost": True}
+            except RuntimeError as error:
+                result = {"error": str(error), "lost": True}
+            if result.pop("lost", False) or section in ALONE:
+                worker.end()
+                worker = None
+            put(items, item, result)
+        if time.monotonic() > deadline:
+            print(f"{section}: time is up", file=sys.stderr)
+            break
+    if worker is not None:
+        worker.end()
+    return found
+
+
+def markdown(found: Found) -> str:
+    """All sections as Markdown."""
+    about = found["about"]
+    named = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers") if name in about)
+    head = f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}, greedy."
+    parts: list[Any] = [f"{head} {about['note']}" if "note" in about else head]
+    for section, title in SECTIONS.items():
+        items = found["sections"].get(section, {})
+        measured = {item: one for item, one in items.items() if "seconds" in one}
+        parts += [f"**{title}**"] * bool(items) + list(TABLES.get(section, rows_table)(measured) if measured else ())
+        parts += [f"{item}: failed. {one['error']}" for item, one in items.items() if "error" in one]
+    return page(*parts)
+
+
+Parts = Iterator[str | list[str]]
+
+
+def identity_table(items: Found) -> Parts:
+    """One row for each target and draft: rows with plain's tokens, eagerly and captured."""
+    columns: dict[str, Any] = {"target, draft": lambda one: one[0]}
+    for mode in next(iter(items.values()))["modes"]:
+        for title, form in {
+            "same texts": "{same} of {rows}{gap}",
+            "tokens per forward pass": "{tokens_per_pass:.2f}",
+            "captured passes": "{captured}",
+        }.items():
+            columns[f"{mode}: {title}"] = lambda one, mode=mode, form=form: of_mode(one[1]["modes"][mode], form)
+    yield shown(columns, items.items())
+
+
+def of_mode(mode: Found, form: str) -> str:
+    gap = mode["largest_gap"]
+    return form.format(**mode, gap="" if gap is None else f" (gap {gap:.3f})")
+
+
+RACED: dict[str, Any] = {
+    "": "{name}",
+    "tokens/s": lambda row: "failed" if row["error"] else f"{1e3 / row['milliseconds_per_token']:.0f}",
+    "times the fastest plain mode": "{speedup[ratio]:.2f} [{speedup[low]:.2f}, {speedup[high]:.2f}]",
+    "tokens per forward pass": lambda row: "" if row["error"] else f"{row['tokens_per_pass'] or 0:.2f}",
+    "same texts": lambda row: "" if row["error"] else f"{row['same']} of {row['rows']}",
 }
+
+
+def race_table(items: Found) -> Parts:
+    """Every race's methods."""
+    for item, one in items.items():
+        (point,) = one["result"]["points"]
+        yield from (f"{item}:", shown(RACED, point["rows"]))
+
+
+def speed_table(items: Found) -> Parts:
+    """Milliseconds of forward passes, then the races."""
+    rows = [
+        {"target": item, "forward passes": mode, **times}
+        for item, one in items.items()
+        for mode, times in one["passes"].items()
+    ]
+    if rows:
+        yield shown({title: lambda row, title=title: row[title] for title in rows[0]}, rows)
+    yield from race_table(items)
+
+
+def memory_table(items: Found) -> Parts:
+    def gib(name: str) -> Any:
+        return lambda row: f"{row[1][name] / 2**30:.2f}"
+
+    columns = {
+        **{"load": lambda row: row[0], "plan, GiB": gib("plan"), "used on the card": gib("used")},
+        **{name: gib(name) for name in ("reserved", "allocated")},
+        "plan against used": lambda row: f"{row[1]['plan'] / row[1]['used'] - 1:+.1%}",
+    }
+    yield shown(columns, items.items())
+
+
+def rows_table(items: Found) -> Parts:
+    """Items whose rows are plain figures."""
+    rows = [{"": item, **row} for item, one in items.items() for row in one["rows"]]
+
+    def cell(row: Found, name: str) -> Any:
+        return f"{value:.3g}" if isinstance(value := row.get(name, ""), float) else value
+
+    yield shown({name: lambda row, name=name: cell(row, name) for row in rows for name in row}, rows)
+
+
+def bits_table(items: Found) -> Parts:
+    """What it costs; then, over all drafts and lengths, how many have the bytes of the text without drafts."""
+    if costs := {item: one for item, one in items.items() if item.endswith("cost")}:
+        yield from rows_table(costs)
+    rows = []
+    for item, one in items.items():
+        for kind in ("greedy", "sampled"):
+            found = [row for row in one["rows"] if row.get("sampled") is (kind == "sampled")]
+            if found:
+                hashes = ", ".join(sorted({row["plain"] for row in found}))
+                same, alone = (summed(row.get(name, "0 of 0") for row in found) for name in ("same", "rows alone"))
+                alone = alone if kind == "greedy" else ""
+                rows.append(
+                    {"item": item, "kind": kind, "drafts": len(found), "same": same, "alone": alone, "hash": hashes}
+                )
+    columns = {"": "{item}", "tokens": "{kind}", "drafts": "{drafts}", "the bytes of no draft": "{same}"}
+    columns |= {"rows with the bytes that they have alone": "{alone}", "hash": "{hash}"}
+    yield shown(columns, rows) if rows else ""
+
+
+def summed(counts: Any) -> str:
+    """Of counts such as "2 of 3"."""
+    return " of ".join(
+        str(sum(map(int, each))) for each in zip(*(count.split(" of ") for count in counts), strict=True)
+    )
+
+
+TABLES = {"identity": identity_table, "speed": speed_table, "memory": memory_table, "bits": bits_table}
+TABLES |= dict.fromkeys(("batches", "quantized"), race_table)
 
 
 def main() -> None:
@@ -314,33 +224,21 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25, help="stop after these (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="try again what failed")
     parser.add_argument("--item", metavar="TEXT", default="", help="only the items with this in their name")
-    parser.add_argument(
-        "--short", dest="size", action="store_const", const="short", default="full", help="less of everything"
-    )
-    parser.add_argument(
-        "--quick", dest="size", action="store_const", const="tiny", help="tiny targets, to try the script"
-    )
+    for size, text in (("short", "less of everything"), ("quick", "tiny targets, to try the script")):
+        parser.add_argument(f"--{size}", dest="size", action="store_const", const=size, default="full", help=text)
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     parser.add_argument("--read", type=Path, help="measure nothing, print the tables of this file")
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose `gpu` section is rewritten")
     parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
-    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    parser.add_argument("--size", choices=("full", "short", "tiny"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.section:
-        work(args)
-        return
     if not (args.all or args.only or args.read):
         parser.error("give --all, --only SECTION or --read FILE")
     args.only = list(args.only or SECTIONS)
     found = json.loads(args.read.read_text()) if args.read else run(args)
-    text = markdown(found)
     if args.json:
         print(json.dumps(found, indent=1))
         return
-    from shared import publish
-
-    publish(text, args.docs, "gpu")
+    publish(markdown(found), args.docs, "gpu")
 
 
 if __name__ == "__main__":

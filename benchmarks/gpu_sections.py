@@ -10,6 +10,7 @@ import argparse
 import gc
 import hashlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ import accelerate
 import cases.contexts as long_contexts
 import torch
 import transformers
-from cases.plan import call_twice, counted
+from cases.memory import call_twice, counted
 from shared import loadable, raced
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
@@ -44,8 +45,6 @@ from tools.grown_head import shipped_head
 
 Measure = Callable[[], dict[str, Any]]
 GB = 10**9
-ALONE = ("memory", "offload")
-"""Sections that need a process for every item: what an item before left on the device would be counted."""
 PROMPT = 160  # tokens
 TEMPERATURE = 0.8  # where tokens are sampled
 VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
@@ -116,28 +115,40 @@ SHORT = replace(
 TINY = Sizes(
     {"zoo:target": torch.float32}, "zoo:target", (1, 2), (64,), "zoo:target", 6, 2, 1, 1, compiled=False, trees=(64,)
 )
-SIZES = {"full": BIG, "short": SHORT, "tiny": TINY}
+SIZES = {"full": BIG, "short": SHORT, "quick": TINY}
 
 
-def items(section: str, device: str, size: str) -> Iterator[tuple[str, Measure]]:
-    """The items of a section by name, in the order of their value. size: a name of SIZES."""
+def serve(device: str, size: str) -> Callable[..., Any]:
+    """For a Worker: the machine; or the names of a section's items, in the order of their value; or the figures of one, or its
+    error, which is "lost" where the process can't be used any more. size: a name of SIZES."""
     transformers.logging.set_verbosity_error()
-    yield from SECTIONS[section](torch.device(device), SIZES[size])
+
+    def job(section: str | None = None, item: str | None = None) -> Any:
+        if section is None:
+            return about(torch.device(device))
+        items = dict(SECTIONS[section](torch.device(device), SIZES[size]))
+        if item is None:
+            return list(items)
+        started = time.monotonic()
+        try:
+            return {**items[item](), "seconds": round(time.monotonic() - started, 1)}
+        except Exception as error:
+            lost = "CUDA error" in str(error) or type(error).__name__ == "AcceleratorError"
+            lost = lost and not isinstance(error, torch.OutOfMemoryError)
+            return {"error": f"{type(error).__name__}: {str(error)[:400]}", "lost": lost}
+        finally:
+            tidy()
+
+    return job
 
 
-def about(device: str) -> dict[str, Any]:
+def about(device: torch.device) -> dict[str, Any]:
     """The machine, and what a copy on it reaches."""
-    found = machine(torch.device(device), torch.float32)
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
+    found = machine(device, torch.float32)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
         found |= {"processor": properties.name, "memory": properties.total_memory}
-    return found | {"copy_tb_per_second": round(bandwidth(torch.device(device)).high / 1e12, 3)}
-
-
-def is_of_device(error: BaseException) -> bool:
-    """Whether the process can't be used after this error. Too little memory is not such an error."""
-    lasting = not isinstance(error, torch.OutOfMemoryError)
-    return lasting and ("CUDA error" in str(error) or type(error).__name__ == "AcceleratorError")
+    return found | {"copy_tb_per_second": round(bandwidth(device).high / 1e12, 3)}
 
 
 def tidy() -> None:
@@ -167,13 +178,26 @@ def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=target.dtype).to(target.device)
 
 
-def quantized(path: Any, how: str, device: torch.device) -> PreTrainedModel:
-    """A folder's model, loaded into 4 or 8 bits by bitsandbytes."""
+def loaded(path: Any, how: str, device: torch.device) -> PreTrainedModel:
+    """A folder's model in a dtype, or in 4 or 8 bits by bitsandbytes."""
+    if how not in ("nf4", "int8"):
+        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, how)).to(device)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     config = config if how == "nf4" else BitsAndBytesConfig(load_in_8bit=True)
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.bfloat16, quantization_config=config, device_map={"": device}
     )
+
+
+def new_tokens(run: Callable[..., Any], ids: torch.Tensor, mask: torch.Tensor | None = None, **call: Any) -> list[Any]:
+    """The new tokens of each row."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    return run(ids, attention_mask=mask, **call)[:, ids.shape[1] :].tolist()
+
+
+def captures(pair: AssistedModelForCausalLM, key: str = "eager_because") -> dict[str, Any]:
+    """The number of captured forward passes, or why there are none."""
+    return {"captured": pair.graphs.captured, key: pair.graphs.reason or pair.graphs.obstacle or ""}
 
 
 # -- identity ---------------------------------------------------------------------------------------------------------------
@@ -192,10 +216,7 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
     """How many texts are plain's, and by how much the tokens at the first differences are apart, by mode."""
     folder = zoo.folder("hybrid" if kind == HYBRID else "target")
     dtype = kind.split()[-1]
-    if kind in ("nf4", "int8"):
-        target: Any = quantized(folder, kind, device)
-    else:
-        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device)
+    target = loaded(folder, dtype, device)
     spec, length = (DRAFTS | MTPS)[name]
     modes: dict[str, Any] = {}
     for mode, fast in MODES.items():
@@ -208,8 +229,7 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
             work = [one.to(device) for one in batches(prompts, size, pad_token(pair.tokenizer))]
             for batch in work:
                 right, wrote = (
-                    run(batch.ids, attention_mask=batch.attention_mask, **call)[:, batch.ids.shape[1] :].tolist()
-                    for run in (target.generate, pair.generate)
+                    new_tokens(run, batch.ids, batch.attention_mask, **call) for run in (target.generate, pair.generate)
                 )
                 same += sum(map(list.__eq__, right, wrote))
                 rows += len(right)
@@ -220,8 +240,7 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
             "rows": rows,
             "largest_gap": max(known, default=None),
             "tokens_per_pass": pair.totals.tokens_per_pass,
-            "captured": pair.graphs.captured,
-            "eager_because": pair.graphs.reason or pair.graphs.obstacle,
+            **captures(pair),
         }
     if dtype == "float32" and any(one["same"] < one["rows"] for one in modes.values()):
         raise AssertionError(f"other texts than plain's in float32: {modes}")
@@ -272,21 +291,14 @@ def race(
     sizes: Sizes,
     name: str,
     batch: int = 1,
-    compiled: bool = True,
 ) -> dict[str, Any]:
     """A race by the protocol, and for each pair the number of captured forward passes, or why none are."""
     pairs = {one.name: one.model for one in found if one.model is not None}
     count = batch * max(1, sizes.prompts // batch)
-    rules = argparse.Namespace(
-        prompts=count, repeats=sizes.repeats, threads=None, no_compile=not (compiled and sizes.compiled)
-    )
+    rules = argparse.Namespace(prompts=count, repeats=sizes.repeats, threads=None, no_compile=not sizes.compiled)
     prompts = prompts_of(tokenizer, count, device)
     result = raced(rules, next(iter(pairs.values())), found, prompts, Rules(sizes.new_tokens), batch, target=name)
-    graphs = {
-        name: {"captured": pair.graphs.captured, "eager_because": pair.graphs.reason or pair.graphs.obstacle}
-        for name, pair in pairs.items()
-    }
-    return {"result": result.to_dict(), "graphs": graphs}
+    return {"result": result.to_dict(), "graphs": {name: captures(pair) for name, pair in pairs.items()}}
 
 
 def passes(target: PreTrainedModel, ids: torch.Tensor, count: int) -> dict[str, Any]:
@@ -345,27 +357,24 @@ FEW = {
 def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """Rows decoded together."""
     for rows in sizes.batches:
-        yield f"{sizes.batched}, {rows} rows", partial(batch_of, rows, device, sizes)
-
-
-def batch_of(rows: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
-    found = methods(target, tokenizer, FEW, replace(sizes, modes=("captured",)))
-    return race(target, tokenizer, found, device, sizes, sizes.batched, rows)
+        yield f"{sizes.batched}, {rows} rows", partial(few_of, device, replace(sizes, modes=("captured",)), rows)
 
 
 def quantized_targets(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """Targets in 4 and 8 bits. They need bitsandbytes, and are not compiled."""
     for how in ("nf4", "int8") if device.type == "cuda" else ():
-        yield f"{sizes.batched}, {how}", partial(quantized_of, how, device, sizes)
+        yield f"{sizes.batched}, {how}", partial(few_of, device, replace(sizes, compiled=False), how=how)
 
 
-def quantized_of(how: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = saved(sizes.batched, device, Path(folder))
-        target = quantized(folder, how, device)
-    found = methods(target, tokenizer, FEW, sizes)
-    return race(target, tokenizer, found, device, sizes, f"{sizes.batched} in {how}", compiled=False)
+def few_of(device: torch.device, sizes: Sizes, rows: int = 1, how: str | None = None) -> dict[str, Any]:
+    if how is None:
+        target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = saved(sizes.batched, device, Path(folder))
+            target = loaded(folder, how, device)
+    name = sizes.batched + (f" in {how}" if how else "")
+    return race(target, tokenizer, methods(target, tokenizer, FEW, sizes), device, sizes, name, rows)
 
 
 def saved(name: str, device: torch.device, folder: Path, long: bool = False) -> Any:
@@ -418,7 +427,7 @@ def memory_of(load: dict[str, Any], device: torch.device, sizes: Sizes) -> dict[
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         if load.get("quantization"):
-            pair = AssistedModelForCausalLM.from_models(quantized(folder, load["quantization"], device), **keywords)
+            pair = AssistedModelForCausalLM.from_models(loaded(folder, load["quantization"], device), **keywords)
         else:
             more = {"dtype": getattr(torch, load["dtype"]), "device_map": {"": device}, **keywords}
             pair = AssistedModelForCausalLM.from_pretrained(folder, **more)
@@ -464,10 +473,7 @@ def offload_of(nodes: int | None, device: torch.device, sizes: Sizes) -> dict[st
         if name == "tree":
             pair.reset_totals()
         started = now(device)
-        texts[name] = [
-            run(one.ids, attention_mask=torch.ones_like(one.ids), **call)[:, one.ids.shape[1] :].tolist()
-            for one in prompts
-        ]
+        texts[name] = [new_tokens(run, one.ids, **call) for one in prompts]
         seconds[name] = now(device) - started
     tokens = sum(len(text[0]) for text in texts["plain"])
     return {
@@ -535,11 +541,7 @@ def bits(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
 def bits_of(kind: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Whether all drafts and lengths give the bytes of `assisted=False`, greedy and sampled, in a batch and alone."""
     folder = zoo.folder("target")
-    if kind == "nf4":
-        target: Any = quantized(folder, kind, device)
-    else:
-        target = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, kind)).to(device)
-    tokenizer = find_tokenizer(folder)
+    target, tokenizer = loaded(folder, kind, device), find_tokenizer(folder)
     new = min(40, sizes.new_tokens)
     short, long = (one.ids for one in prompts_of(tokenizer, 2, device))
     ids = torch.cat([short, long])
@@ -566,11 +568,8 @@ def bits_of(kind: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
             if not options:
                 alone = [made(pair, slice(place, place + 1))[1][0] for place in range(2)]
                 row["rows alone"] = f"{sum(map(torch.equal, alone, logits))} of 2"
-            graphs = {
-                "captured": pair.graphs.captured,
-                "eager because": pair.graphs.reason or pair.graphs.obstacle or "",
-            }
-            rows.append(row | {"tokens per forward pass": pair.totals.tokens_per_pass} | graphs)
+            row["tokens per forward pass"] = pair.totals.tokens_per_pass
+            rows.append(row | captures(pair, "eager because"))
     different = [row for row in rows if row["same"] != "3 of 3" or row.get("rows alone", "2 of 2") != "2 of 2"]
     if different or len({(row["sampled"], row["plain"]) for row in rows}) > 2:
         raise AssertionError(f"other bits: {different or rows}")
@@ -600,7 +599,7 @@ def cost_of_bits(name: str, dtype: torch.dtype, device: torch.device, sizes: Siz
             for exact, pair in pairs.items():
                 started = now(device)
                 for one in prompts:
-                    pair.generate(one.ids, attention_mask=torch.ones_like(one.ids), **call)
+                    new_tokens(pair.generate, one.ids, **call)
                 seconds[exact].append((now(device) - started) / len(prompts) / sizes.new_tokens)
         for exact, row in rows.items():
             row[f"{spec}, {length}: ms a token"] = 1e3 * median(seconds[exact][1:])
@@ -624,7 +623,7 @@ def sampled(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]
 def sampled_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """A chi-square test in captured mode. Raises AssertionError if the distributions differ (p below 1e-4)."""
     folder = zoo.folder("target")
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    target = loaded(folder, "float32", device)
     spec, length = DRAFTS[name]
     pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder))
     (prompt,) = prompts_of(pair.tokenizer, 1, device)
@@ -635,8 +634,7 @@ def sampled_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     counts = torch.zeros_like(exact)
     torch.manual_seed(0)
     for _ in range(samples // rows):
-        new = pair.generate(ids, attention_mask=torch.ones_like(ids), **call)[:, ids.shape[1] :]
-        for first, second in new[:, :2].tolist():
+        for first, second, *_ in new_tokens(pair.generate, ids, **call):
             counts[classes(first, second)] += 1
     expected = exact * counts.sum()
     used = expected >= 5  # the rest is one more class

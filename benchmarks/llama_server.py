@@ -2,7 +2,7 @@
 
     python benchmarks/llama_server.py --model target.gguf --spec-type ngram-simple ... --port 8080
 
-For `benchmarks/handover.py`, where no llama-server has been built. Unknown options are errors, as in llama-server.
+For the case `handover`, where no llama-server has been built. Unknown options are errors, as in llama-server.
 """
 
 from __future__ import annotations

@@ -165,30 +165,6 @@ def llama(settings: dict[str, Any]) -> tuple[Run, str]:
     return run, f"of xllamacpp {version('xllamacpp')}"
 
 
-def shipped_pair() -> Callable[..., list[Any]]:
-    """For two versions of this package: seconds, text and drafted tokens of a call, of the pair with these settings."""
-    import torch
-
-    from assisted import AssistedModelForCausalLM
-
-    pairs: dict[Any, Any] = {}
-
-    def job(draft: str, length: Any, dtype: str, rows: int, text: str, new: int) -> list[Any]:
-        name = draft, length, dtype
-        if name not in pairs:
-            pairs[name] = AssistedModelForCausalLM.from_pretrained(
-                "zoo:target", draft=draft, draft_length=length, dtype=getattr(torch, dtype)
-            )
-        pair = pairs[name]
-        ids = pair.tokenizer(text, return_tensors="pt").input_ids[:, :160].repeat(rows, 1)
-        call = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
-        started = time.perf_counter()
-        output = pair.generate(ids, attention_mask=torch.ones_like(ids), **call)
-        return [time.perf_counter() - started, output[0, ids.shape[1] :].tolist(), pair.report.drafted]
-
-    return job
-
-
 # Folders of `assisted handover`
 
 ADDED = ("--enforce-eager", "--max-num-seqs", "1")  # nothing is compiled, one request at a time

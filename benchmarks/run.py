@@ -17,7 +17,6 @@ import json
 import sys
 from itertools import takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 FOLDER = Path(__file__).parent
@@ -34,28 +33,36 @@ HELP = {
 QUICK = {"prompts": 1, "repeats": 1, "new_tokens": 8, "no_compile": True}
 
 
-def names() -> dict[str, str]:
-    """The cases, and their first lines."""
-    files = sorted(path for path in (FOLDER / "cases").glob("*.py") if path.stem != "__init__")
-    return {path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" for path in files}
+def names() -> dict[str, tuple[str, str]]:
+    """By name, the module of each case and what it measures, without importing any."""
+    found = {}
+    for path in (FOLDER / "cases").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Case":
+                name, about = map(ast.literal_eval, node.args[:2])
+                found[name] = path.stem, about
+    return dict(sorted(found.items()))
 
 
-def load(name: str) -> ModuleType:
-    """A case: a module with OPTIONS, SECTIONS, `races` or `measure`, and `markdown` unless COLUMNS are enough."""
-    return importlib.import_module(f"cases.{name}")
+def load(name: str) -> Any:
+    """A case, from its module."""
+    from shared import Case
+
+    module = importlib.import_module(f"cases.{names()[name][0]}")
+    return next(one for one in vars(module).values() if isinstance(one, Case) and one.name == name)
 
 
-def options_of(case: ModuleType) -> dict[str, tuple[Any, str]]:
+def options_of(case: Any) -> dict[str, tuple[Any, str]]:
     """Default and help, by name."""
     from shared import RACE_OPTIONS
 
-    own = (RACE_OPTIONS if hasattr(case, "races") else {}) | getattr(case, "OPTIONS", {})
+    own = (RACE_OPTIONS if case.races else {}) | case.options
     return {name: one if isinstance(one, tuple) else (one, HELP[name]) for name, one in own.items()}
 
 
-def parser_of(cases: list[ModuleType]) -> argparse.ArgumentParser:
-    doc = "\n".join(case.__doc__ or "" for case in cases) or __doc__
-    prog = " ".join(["run.py", *(case.__name__.removeprefix("cases.") for case in cases)])
+def parser_of(cases: list[Any]) -> argparse.ArgumentParser:
+    prog = " ".join(["run.py", *(case.name for case in cases)])
+    doc = "\n".join(case.about for case in cases) or __doc__
     parser = argparse.ArgumentParser(prog, None, doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", nargs="?", const="", help="write the figures to this file (default: CASE.json here)")
     parser.add_argument("--quick", action="store_true", help="as little as possible, to try the case")
@@ -77,81 +84,62 @@ def parser_of(cases: list[ModuleType]) -> argparse.ArgumentParser:
     return parser
 
 
-def arguments_of(case: ModuleType, given: argparse.Namespace) -> argparse.Namespace:
+def arguments_of(case: Any, given: argparse.Namespace) -> argparse.Namespace:
     """What was given, and the case's own defaults for the rest."""
     defaults = {name: default for name, (default, _) in options_of(case).items()}
-    quick = {**QUICK, **getattr(case, "QUICK", {})} if given.quick else {}
+    quick = {**QUICK, **case.quick} if given.quick else {}
     defaults |= {name: value for name, value in quick.items() if name in defaults}
     chosen = {name: value for name in defaults if (value := getattr(given, name)) is not None}
     common = {name: getattr(given, name) for name in ("quick", "threads", "device")}
     return argparse.Namespace(**{**defaults, **chosen, **common})
 
 
-def measure(case: ModuleType, args: argparse.Namespace, path: Path | None) -> Any:
+def measure(case: Any, args: argparse.Namespace, path: Path | None) -> Any:
     """The figures. path: a file for them, also of a measurement that is stopped."""
     import torch
     from shared import run_races, write_json
 
     if args.threads:
         torch.set_num_threads(args.threads)
-
-    def save(found: Any) -> None:
-        write_json(path, found)
-
-    args.save, args.path = save, path
-    found = run_races(case.races(args), args, save) if hasattr(case, "races") else case.measure(args)
-    save(found)
+    args.save, args.path = lambda found: write_json(path, found), path
+    found = run_races(case.races(args), args) if case.races else case.measure(args)
+    args.save(found)
     return found
 
 
-def text_of(case: ModuleType, found: Any) -> str:
-    """The tables as they stand in docs."""
-    from shared import races_text
-
-    if hasattr(case, "markdown"):
-        text: str = case.markdown(found)
-        return text
-    return races_text(case.__name__.removeprefix("cases."), found, **getattr(case, "TABLE", {}))
-
-
-def section_text(case: ModuleType, section: Any) -> str:
+def section_text(case: Any, section: Any) -> str:
     """What a section shows, from the committed figures."""
-    name = case.__name__.removeprefix("cases.")
     texts = []
-    for file in section.files or (name,):
+    for file in section.files or (case.name,):
         found = json.loads((FOLDER / f"{file}.json").read_text(encoding="utf-8"))
-        if section.titles:
-            found = {title: found[title] for title in ("about", *section.titles)}
-        texts.append(text_of(case, found))
+        texts.append(case.text({t: found[t] for t in ("about", *section.titles)} if section.titles else found))
     return "\n\n".join(texts)
 
 
 def main(words: list[str]) -> None:
     chosen = list(takewhile(lambda word: not word.startswith("-"), words))
     known = names()
-    if not chosen and not words:
-        print("\n".join(f"{name:18} {doc.splitlines()[0]}" for name, doc in known.items()))
+    if not words:
+        print("\n".join(f"{name:18} {about.splitlines()[0]}" for name, (_, about) in known.items()))
         return
     if unknown := set(chosen) - set(known):
         sys.exit(f"run.py: no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     cases = [load(name) for name in chosen]
     given = parser_of(cases).parse_args(words[len(chosen) :])
-    for name, case in zip(chosen, cases, strict=True):
-        own = FOLDER / f"{name}.json"
+    for case in cases:
+        own, found = FOLDER / f"{case.name}.json", None
         if given.read is None:
             path = None if given.json is None else Path(given.json or own)
             found = measure(case, arguments_of(case, given), path)
-        elif given.pages and not given.read:
-            found = None  # sections may show other files than this one
-        else:
+        elif given.read or not given.pages:  # sections may show other files than this one
             found = json.loads(Path(given.read or own).read_text(encoding="utf-8"))
         if found is not None:
-            print(text_of(case, found))
-        for section in case.SECTIONS if given.pages else ():
+            print(case.text(found))
+        for section in case.sections if given.pages else ():
             from shared import publish
 
             publish(section_text(case, section), [FOLDER.parent / "docs" / f"{section.page}.md"], section.marker)
-        if hasattr(case, "check") and found is not None:
+        if case.check and found is not None:
             case.check(found)
 
 

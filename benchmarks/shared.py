@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: pairs, races by the protocol of `assisted bench`, processes of their own, tables and pages."""
+"""Shared by the benchmarks: what a case is, pairs, races by the protocol of `assisted bench`, processes of their own, pages."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import argparse
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 
 from assisted import AssistedModelForCausalLM, DraftModel
 from assisted.lab.bench import (
     Bars,
-    Measured,
     Method,
-    Point,
     Prompt,
     Result,
     Row,
@@ -41,8 +41,10 @@ from assisted.lab.bench.table import markdown_table, percent
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))  # for `tools`
-Cell = Callable[[Row], Any]
-CELLS: dict[str, Cell] = {
+Cell = str | Callable[[Any], Any] | None
+Drafts = Mapping[str, tuple[Any, ...]]
+"""By the name of the row: the draft, its length and, unless it is "auto", `fast=`."""
+CELLS: dict[str, Callable[[Row], Any]] = {
     "speedup": BENCH["speedup"],
     "ms per token": BENCH["ms/token"],
     "tokens per pass": BENCH["tokens/pass"],
@@ -51,7 +53,7 @@ CELLS: dict[str, Cell] = {
     "same tokens": BENCH["same"],
     "repeated 4-grams": BENCH["4-grams"],
 }
-"""The cells of a row, by the title of the column."""
+"""The cells of a race's row, by the title of the column."""
 COLUMNS = ("speedup", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 RACE_OPTIONS: dict[str, Any] = {
@@ -61,8 +63,12 @@ RACE_OPTIONS: dict[str, Any] = {
     "only": (None, "begins the titles of the races that are run"),
     "drafts": ([], "the names of the rows that take part"),
 }
-Drafts = Mapping[str, tuple[Any, ...]]
-"""By the name of the row: the draft, its length and, unless it is "auto", `fast=`."""
+ENDS = "End tokens are ignored, and all methods take turns in one run."
+RATIOS = (
+    "The speedup is over the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own "
+    "token and the forward pass over the prompt. A repeated 4-gram occurred earlier in the same text: small models loop, and "
+    "loops flatter every drafter."
+)
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,74 @@ class Race:
     kind: str = "code"
     share: float = 1.0
     peers: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured, and how pages show it.
+
+    Args:
+        name: in commands, and of the file of its figures.
+        about: what is measured; the first line is in the list of cases.
+        measure: makes the figures from the options.
+        races: in its place, the races by title, made from the options.
+        options: defaults, with a help text unless run.py has one, by name.
+        quick: the options of the smallest measurement.
+        sections: of pages.
+        what, notes: the heading; formatted with the figures, with what is in their `about`, and with `words`.
+        words: of the figures, for the heading.
+        columns: by title, a format of a row's fields, or a function of the row. Of races, or None for those of CELLS.
+        rows: of the figures, the rows of the table; or of several tables, by what stands above them. None: as they are.
+        named, above: of races: the title of the column of methods, and what stands above a table.
+        markdown: the whole text, in place of all these.
+        check: of the figures; it may end the process.
+    """
+
+    name: str
+    about: str
+    measure: Callable[[argparse.Namespace], Any] | None = None
+    races: Callable[[argparse.Namespace], Mapping[str, Race]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    sections: tuple[Section, ...] = ()
+    what: str = ""
+    notes: tuple[str, ...] = ()
+    words: Callable[[Any], Mapping[str, Any]] = lambda found: {}
+    columns: Mapping[str, Cell] = field(default_factory=lambda: dict.fromkeys(COLUMNS))
+    rows: Callable[[Any], Any] = lambda found: found["rows"]
+    named: str = ""
+    above: str = "**{title}**"
+    markdown: Callable[[Any], str] | None = None
+    check: Callable[[Any], None] | None = None
+
+    def text(self, found: Any) -> str:
+        """The figures as they stand in docs/."""
+        if self.markdown is not None:
+            return self.markdown(found)
+        its = found.get("about", found)
+        known = {**found, **its, **self.words(found)}
+        if self.races is None:
+            tables = self.rows(found)
+            tables = {
+                title: shown(self.columns, rows)
+                for title, rows in (tables if isinstance(tables, dict) else {"": tables}).items()
+            }
+            head = heading(
+                self.name, its, self.what.format_map(known), *(note.format_map(known) for note in self.notes)
+            )
+        else:
+            head = heading(self.name, its, f"{its['prompts']} prompts, {its['dtype']}", ENDS, RATIOS, *self.notes)
+            races = {title: one for title, one in found.items() if title != "about"}
+            tables = {self.above.format(title=title, **one): self.race(one) for title, one in races.items()}
+        return page(head, *(part for each in tables.items() for part in each))
+
+    def race(self, result: Mapping[str, Any]) -> list[str]:
+        """A table of a race's methods, and the errors of those that failed. result: as in a file."""
+        cells = {self.named: lambda row: row.name.removeprefix("assisted ")}
+        cells |= {title: form or CELLS[title] for title, form in self.columns.items()}
+        (measured,) = Result.from_dict(result).points
+        failed = [f"{row.name} failed: {row.error}" for row in measured.rows if row.error is not None]
+        return [*shown(cells, measured.ran), *failed]
 
 
 # Measuring
@@ -167,8 +241,8 @@ def raced(
     return Result(target, draft, rules, sources(prompts), (measured,), about(pair, args))
 
 
-def run_races(races: Mapping[str, Race], args: argparse.Namespace, save: Callable[[Any], None]) -> dict[str, Any]:
-    """The results by title, and `about`, the environment of the first. args: RACE_OPTIONS, quick and device."""
+def run_races(races: Mapping[str, Race], args: argparse.Namespace) -> dict[str, Any]:
+    """The results by title, and `about`, the environment of the first. args: RACE_OPTIONS, quick, device and save."""
     found: dict[str, Any] = {}
     for title, race in races.items():
         if args.only and not title.startswith(args.only):
@@ -188,7 +262,7 @@ def run_races(races: Mapping[str, Race], args: argparse.Namespace, save: Callabl
         draft = race.draft if race.draft != "suffix" else None
         result = raced(args, pair, methods, prompts, rules, race.rows, others, race.target, draft)
         found |= {"about": found.get("about", result.machine), title: result.to_dict()}
-        save(found)
+        args.save(found)
     return found
 
 
@@ -197,14 +271,6 @@ def _loaded(spec: Any, pair: AssistedModelForCausalLM) -> Any:
     if isinstance(spec, list):
         return [_loaded(one, pair) for one in spec]
     return DraftModel(pair.drafter.models[0]) if spec == "zoo:draft" and pair.spec.quantizes == "model" else spec
-
-
-def required(measured: Sequence[Measured]) -> list[Measured]:
-    """The same list. Raises RuntimeError if a method failed."""
-    for one in measured:
-        if one.error is not None:
-            raise RuntimeError(f"{one.method.name}: {one.error}")
-    return list(measured)
 
 
 def about(pair: AssistedModelForCausalLM | None = None, args: argparse.Namespace | None = None, **more: Any) -> Any:
@@ -218,6 +284,15 @@ def written(model: Any, ids: torch.Tensor, tokens: int, **more: Any) -> list[int
     """The new tokens of a call, greedy unless told otherwise. ids: [1, P]."""
     call = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **more}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **call)[0, ids.shape[1] :].tolist()
+
+
+def totals_of(model: Any, prompts: Iterable[torch.Tensor], tokens: int, **more: Any) -> Any:
+    """The counts of calls for all prompts, each with a seed of its own. prompts: [1, P]."""
+    model.reset_totals()
+    for number, ids in enumerate(prompts):
+        set_seed(number)
+        written(model, ids, tokens, **more)
+    return model.totals
 
 
 class Worker:
@@ -249,22 +324,31 @@ class Worker:
             text=True,
             cwd=cwd,
             env={"PYTHONPATH": str(FOLDER.parent), **os.environ, **known, **env},
+            start_new_session=True,
         )
         self._say(settings)
 
-    def ask(self, *arguments: Any) -> Any:
-        """What the function returns. Raises RuntimeError if its process ends."""
+    def ask(self, *arguments: Any, seconds: float | None = None) -> Any:
+        """What the function returns. seconds: that it may take; then the process is ended.
+
+        Raises RuntimeError if the process has ended, TimeoutError if it took too long.
+        """
         self._say(arguments)
+        if not select.select([self.process.stdout], [], [], seconds)[0]:
+            self.end()
+            raise TimeoutError(self.name)
         return self.answer()
 
     def answer(self) -> Any:
         line = self.process.stdout.readline()  # type: ignore[union-attr]
         if not line:
-            raise RuntimeError(f"{self.name}: its process has ended, {self.process.wait()}")
+            raise RuntimeError(f"{self.name}: its process ended with {self.process.wait()}")
         return json.loads(line)
 
     def end(self) -> None:
-        self.process.terminate()
+        """End the process and those that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _say(self, words: Any) -> None:
@@ -277,56 +361,41 @@ class Worker:
 
 def heading(name: str, its: Mapping[str, Any], what: str, *sentences: str) -> str:
     """The paragraph above a table. name: of the case; its: what `about` gave; what: was measured."""
-    command = f"python benchmarks/run.py {name}{its.get('options', '')}"
     versions = ", ".join(f"{library} {its[library]}" for library in ("torch", "transformers"))
+    measured = f"{what}, CPU threads: {its['threads']}, {its['processor']}, {versions}."
     return " ".join(
-        [
-            f"`{command}`: {what}, CPU threads: {its['threads']}, {its['processor']}, {versions}.",
-            *filter(None, sentences),
-        ]
+        [f"`python benchmarks/run.py {name}{its.get('options', '')}`: {measured}", *filter(None, sentences)]
     )
 
 
-ENDS = "End tokens are ignored, and all methods take turns in one run."
-RATIOS = (
-    "The speedup is over the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own "
-    "token and the forward pass over the prompt. A repeated 4-gram occurred earlier in the same text: small models loop, and "
-    "loops flatter every drafter."
-)
+def shown(columns: Mapping[str, Cell], rows: Iterable[Any]) -> list[str]:
+    """A Markdown table, and below it the rows that are sentences.
 
-
-def races_text(
-    name: str, found: Mapping[str, Any], columns: Sequence[str] = COLUMNS, note: str = "", named: str = "", **more: Cell
-) -> str:
-    """A heading and the tables of races. found: `about`, and results by their titles. The others: as for `table`."""
-    its = found["about"]
-    lines = [heading(name, its, f"{its['prompts']} prompts, {its['dtype']}", ENDS, RATIOS, note)]
-    for title, result in found.items():
-        if title != "about":
-            (measured,) = Result.from_dict(result).points
-            lines += ["", f"**{title}**", "", *table(measured, columns, named, **more)]
-    return "\n".join(lines)
-
-
-def table(point: Point, columns: Sequence[str] = COLUMNS, named: str = "", **more: Cell) -> list[str]:
-    """A Markdown table of the methods, and the errors of those that failed.
-
-    columns: titles of CELLS or of `more`. named: the title of the names' column. more: further cells by title.
+    columns: as of a Case; a space at the end of a title tells it from another. A format without its field gives an empty cell.
     """
-    cells = {**CELLS, **more}
-    rows = [[row.name.removeprefix("assisted "), *(cells[title](row) for title in columns)] for row in point.ran]
-    failed = [f"{row.name} failed: {row.error}" for row in point.rows if row.error is not None]
-    return [*markdown_table([named, *columns], rows), *failed]
+
+    def cell(form: Cell, row: Any) -> Any:
+        try:
+            return form.format(**row) if isinstance(form, str) else form(row)  # type: ignore[misc]
+        except (KeyError, TypeError):
+            if not isinstance(form, str):
+                raise
+            return ""
+
+    rows = list(rows)
+    cells = [[cell(form, row) for form in columns.values()] for row in rows if not isinstance(row, str)]
+    said = [row for row in rows if isinstance(row, str)]
+    return [*markdown_table(map(str.strip, columns), cells), *[""] * bool(said), *said]
 
 
-def titled(head: str, tables: Mapping[str, Sequence[str]]) -> str:
-    """A heading, and tables (lines) below their titles."""
-    return "\n".join([head, *(line for title, lines in tables.items() for line in ("", title, "", *lines))])
+def rows_of(result: Mapping[str, Any]) -> dict[str, Row]:
+    """The methods of a race that did not fail, by name. result: as in a file."""
+    return {row.name: row for row in Result.from_dict(result).points[0].ran}
 
 
-def below(head: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    """A heading and one table."""
-    return "\n".join([head, "", *markdown_table(columns, rows)])
+def page(*parts: str | Sequence[str]) -> str:
+    """Paragraphs, and tables as lines; empty ones are left out."""
+    return "\n\n".join(part if isinstance(part, str) else "\n".join(part) for part in parts if part)
 
 
 def write_json(path: Path | None, found: Any) -> None:

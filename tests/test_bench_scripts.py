@@ -20,7 +20,6 @@ pytestmark = pytest.mark.documents
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-CASES = sorted(path.stem for path in (FOLDER / "cases").glob("*.py"))
 
 
 def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -28,36 +27,41 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_pages_show_the_committed_figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return script("run", monkeypatch)
+
+
+def test_pages_show_the_committed_figures(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A section is what its case makes of the figures. After a change of either: `benchmarks/run.py CASE --read --pages`."""
-    run = script("run", monkeypatch)
-    case = run.load(name)
-    for section in case.SECTIONS:
-        text = run.section_text(case, section)
-        assert len([line for line in text.splitlines() if line.startswith("|")]) > 2 or name == "doctor"
-        assert text.startswith(f"`python benchmarks/run.py {name}") or name in ("audits", "doctor")
-        page = (ROOT / "docs" / f"{section.page}.md").read_text(encoding="utf-8")
-        (shown,) = re.findall(rf"(?s)<!-- {section.marker}:begin -->\n(.*?)\n<!-- {section.marker}:end -->", page)
-        assert shown == script("shared", monkeypatch).folded(text)
+    shown = 0
+    for name in run.names():
+        case = run.load(name)
+        for section in case.sections:
+            text = run.section_text(case, section)
+            assert len([line for line in text.splitlines() if line.startswith("|")]) > 2 or name == "doctor"
+            assert text.startswith(f"`python benchmarks/run.py {name}") or name in ("audits", "doctor")
+            page = (ROOT / "docs" / f"{section.page}.md").read_text(encoding="utf-8")
+            (found,) = re.findall(rf"(?s)<!-- {section.marker}:begin -->\n(.*?)\n<!-- {section.marker}:end -->", page)
+            assert found == script("shared", monkeypatch).folded(text), name
+            shown += 1
+    assert shown >= 40
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cases_have_options_and_tables(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = script("run", monkeypatch)
-    case = run.load(name)
-    args = run.arguments_of(case, run.parser_of([case]).parse_args(["--quick", "--threads", "1"]))
-    assert args.quick and args.threads == 1
-    assert hasattr(case, "races") or (hasattr(case, "measure") and hasattr(case, "markdown"))
-    assert getattr(case, "QUICK", {}).keys() <= run.options_of(case).keys()
-    figures = FOLDER / f"{name}.json"
-    if figures.exists():
-        assert run.text_of(case, json.loads(figures.read_text(encoding="utf-8")))
+def test_cases_have_options_and_tables(run: ModuleType) -> None:
+    for name, (_, about) in run.names().items():
+        case = run.load(name)
+        args = run.arguments_of(case, run.parser_of([case]).parse_args(["--quick", "--threads", "1"]))
+        assert args.quick and args.threads == 1 and case.about == about
+        assert (case.races is None) != (case.measure is None)
+        assert case.quick.keys() <= run.options_of(case).keys()
+        figures = FOLDER / f"{name}.json"
+        if figures.exists():
+            assert case.text(json.loads(figures.read_text(encoding="utf-8")))
 
 
-def test_a_race_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_race_runs(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sympy")
-    run = script("run", monkeypatch)
     file = tmp_path / "heads.json"
     run.main(["heads", "--quick", "--only", "Temperature 0,", "--drafts", "Medusa, list", "--json", str(file)])
     assert "| Medusa, list | `Medusa(" in capsys.readouterr().out

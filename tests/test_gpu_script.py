@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
@@ -16,21 +15,20 @@ from tests.test_bench_scripts import script
 pytestmark = pytest.mark.documents
 
 CHILD = """
-import os, sys, time
-from pathlib import Path
-from gpu import GO_ON, NAME, Results
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-results = Results(Path(arguments["--out"]) / NAME)
-for item in ("fine", "dies", "hangs", "alone", "last"):
-    if results.done("speed", item) or not results.begin("speed", item):
-        continue
-    if item == "dies":
-        os.abort()
-    if item == "hangs":
-        time.sleep(60)
-    results.put("speed", item, {"seconds": 0.0})
-    if item == "alone":
-        sys.exit(GO_ON)
+import os, time
+
+def serve(device, size):
+    def job(section=None, item=None):
+        if section is None or item is None:
+            return ["fine", "fails", "dies", "hangs", "last"] if section else {"processor": "one"}
+        if item == "fails":
+            return {"error": "no", "lost": True}
+        if item == "dies":
+            os.abort()
+        if item == "hangs":
+            time.sleep(60)
+        return {"seconds": 0.0, "process": os.getpid()}
+    return job
 """
 
 
@@ -39,45 +37,54 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return script("gpu", monkeypatch)
 
 
-def arguments(folder: Path, minutes: float = 1.0) -> Namespace:
-    return Namespace(out=folder, minutes=minutes, again=False, only=["speed"], device="cpu", size="tiny", item="")
+def arguments(folder: Path) -> Namespace:
+    return Namespace(out=folder, minutes=1.0, again=False, only=["speed"], device="cpu", size="quick", item="")
 
 
 def test_it_goes_on_after_processes_that_died_or_hang(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child = tmp_path / "child.py"
-    child.write_text(CHILD)
-    monkeypatch.setattr(gpu, "__file__", str(child))
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(gpu, "MODULE", "child")
     monkeypatch.setattr(gpu, "ITEM_SECONDS", 10)
-    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     items = gpu.run(arguments(tmp_path))["sections"]["speed"]
-    assert list(items) == ["fine", "dies", "hangs", "alone", "last"]
-    assert [item for item, one in items.items() if "seconds" in one] == ["fine", "alone", "last"]
+    assert list(items) == ["fine", "fails", "dies", "hangs", "last"]
+    assert [item for item, one in items.items() if "seconds" in one] == ["fine", "last"]
+    assert items["fails"] == {"error": "no"}
     assert "ended with -6" in items["dies"]["error"]
     assert "took more than 10 seconds" in items["hangs"]["error"]
+    assert items["fine"]["process"] != items["last"]["process"]
 
 
-def test_an_item_is_begun_twice_at_most(gpu: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
-    assert gpu.Results(path).begin("speed", "item")
-    assert gpu.Results(path).current == ("speed", "item")  # whoever was stopped here leaves it
-    assert gpu.Results(path).begin("speed", "item")
-    assert not gpu.Results(path).begin("speed", "item")
-    assert gpu.Results(path).done("speed", "item")
-    gpu.Results(path).forget(["speed"])
-    assert gpu.Results(path).begin("speed", "item")
+def test_an_item_is_begun_twice_at_most(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stops the script within an item leaves it begun."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(gpu, "MODULE", "child")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    begun = {
+        "about": {},
+        "sections": {"speed": {"fine": {"started": 1}, "dies": {"started": 2}, "hangs": {"error": "no"}}},
+    }
+    (tmp_path / "gpu.json").write_text(json.dumps(begun))
+    items = gpu.run(arguments(tmp_path))["sections"]["speed"]
+    assert "seconds" in items["fine"] and items["dies"] == {"error": "its process was ended 2 times"}
+    again = arguments(tmp_path)
+    again.again, again.item = True, "hangs"
+    monkeypatch.setattr(gpu, "ITEM_SECONDS", 1)
+    assert "took more" in gpu.run(again)["sections"]["speed"]["hangs"]["error"]
+    assert json.loads((tmp_path / "gpu.json").read_text())["about"] == {"processor": "one"}
 
 
 def test_a_failed_run_has_tables(gpu: ModuleType) -> None:
-    found = {"about": {}, "current": None, "sections": {name: {"item": {"error": "broke"}} for name in gpu.SECTIONS}}
+    found = {"about": {}, "sections": {name: {"item": {"error": "broke"}} for name in gpu.SECTIONS}}
     assert gpu.markdown(found).count("item: failed. broke") == len(gpu.SECTIONS)
-    assert gpu.markdown({"about": {}, "current": None, "sections": {}})
+    assert gpu.markdown({"about": {}, "sections": {}})
 
 
 def test_sections_have_measurements_and_tables(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     measurements = script("gpu_sections", monkeypatch)
-    assert set(gpu.SECTIONS) == set(gpu.TITLES) == set(gpu.TABLES) == set(measurements.SECTIONS)
+    assert set(gpu.SECTIONS) == set(measurements.SECTIONS) >= {*gpu.TABLES, *gpu.ALONE}
     for section in gpu.SECTIONS:
         for sizes in measurements.SIZES.values():
             names = [name for name, _ in measurements.SECTIONS[section](torch.device("cuda"), sizes)]
@@ -86,11 +93,12 @@ def test_sections_have_measurements_and_tables(gpu: ModuleType, monkeypatch: pyt
 
 def test_an_identity_item_runs(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     measurements = script("gpu_sections", monkeypatch)
-    (item, measure), *_ = measurements.items("identity", "cpu", "tiny")
-    result = json.loads(json.dumps(measure()))
+    job = measurements.serve("cpu", "quick")
+    item, *_ = job("identity")
+    result = json.loads(json.dumps(job("identity", item)))
     assert set(result["modes"]) == {"eager", "captured"}
     assert all(one["same"] == one["rows"] == 1 for one in result["modes"].values())
-    assert item in gpu.markdown({"about": {}, "sections": {"identity": {item: result | {"seconds": 0.0}}}})
+    assert item in gpu.markdown({"about": {}, "sections": {"identity": {item: result}}})
 
 
 def test_the_joint_distribution_of_two_tokens(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

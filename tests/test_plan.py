@@ -228,7 +228,7 @@ def test_more_of_anything_takes_more(folder: Path) -> None:
     "draft", ["zoo:draft", "zoo:eagle3", "zoo:medusa", "self:int8", "early-exit", ["suffix", "zoo:draft"]]
 )
 def test_the_shipped_pair_takes_what_is_counted(draft: Any) -> None:
-    """Weights alone; peaks are measured by benchmarks/plan.py."""
+    """Weights alone; peaks are measured by `benchmarks/run.py plan`."""
     found = plan("zoo:target", draft, device="cpu", context=256).candidates[0]
     weights = sum(p.bytes for p in found.parts if "weights" in p.name or "head" in p.name or "copy" in p.name)
     weights -= sum(p.bytes for p in found.parts if "copies" in p.name)

@@ -1,13 +1,4 @@
-"""Long contexts: seconds of tokens and rounds, the first token, and peak memory, by context length.
-
-The shipped pair (or a grown target) has YaRN angles for 40,960 positions instead of 1,024. Prompts are filled up with held-out
-code; greedy, float32, one row. Acceptance changes with the length as well, so the cost of a round in tokens of plain `generate`
-stands next to the speedup. It shows the effect of the context whatever is accepted.
-
-Decoding is timed from the end of the first round on, after a prompt given as `past_key_values`. The first token is timed
-without these, so the prompt is read. Peak memory is measured in one process each: the high-water mark of its resident set
-(VmHWM, Linux), reset before the call.
-"""
+"""Long contexts."""
 
 import copy
 from dataclasses import replace
@@ -16,8 +7,8 @@ from itertools import chain
 from statistics import median
 
 import torch
-from cases.plan import forget_peak, resident
-from shared import ENDS, Section, Worker, about, below, heading, paired, required
+from cases.memory import forget_peak, resident
+from shared import ENDS, Case, Section, Worker, about, heading, page, paired, shown
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from assisted import DraftModel, zoo
@@ -56,28 +47,6 @@ DRAFTS = {
 EAGER = ', fast="eager"'
 """After a name: without copies of weights. Peak memory is measured for these as well."""
 WARM_UP = 8  # tokens
-OPTIONS = {
-    "prompts": 3,
-    "repeats": 3,
-    "new_tokens": 64,
-    "no_compile": False,
-    "contexts": ([512, 1024, 4096, 16384, 32768], "tokens of prompts"),
-    "methods": (list(DRAFTS), "that take part"),
-    "grown": (None, "size of the target, such as 0.25b; the shipped one when left out"),
-    "memory": ([512, 16384], "contexts of peak memory"),
-    "first_repeats": (3, "for the first token; 0 leaves it out"),
-    "first_up_to": (16384, "longest prompt for the first token"),
-    # it reads prompts with a mask of P x P numbers
-    "compiled_up_to": (4096, "longest prompt after which plain generate is also compiled"),
-}
-QUICK = {
-    "contexts": [128, 256],
-    "memory": [128],
-    "first_repeats": 1,
-    "methods": ["suffix, Adaptive()"],
-    "new_tokens": 16,
-}
-SECTIONS = (Section("benchmarks/long-contexts", "contexts"),)
 
 
 def long_model(
@@ -234,7 +203,7 @@ def measure_first(target, own, context, args, bars):
     stream(target, entries, work, Rules(2), progress=lambda _, share: said(share), repeats=args.first_repeats)
     taken = {
         one.method.name: torch.tensor(one.first_token, dtype=torch.float64).view(-1, len(work))  # [R, N]
-        for one in required(entries)
+        for one in entries
     }
     return {
         name: {
@@ -294,26 +263,22 @@ def measure(args):
     return found
 
 
-def cell(name, form, otherwise=""):
-    """How a field of a row is shown. otherwise: in rows without that field, those of plain decoding."""
-    return lambda row: form.format(row[name]) if name in row else otherwise
+def of_round(row):
+    return f"{row.get('plain_tokens_per_round', row['times']):.2f}"
 
 
-CELLS = {
-    "context": cell("context", "{}"),
-    "": cell("name", "{}"),
+COLUMNS = {
+    **{"context": "{context}", "": "{name}"},
     "speedup": lambda row: str(Interval(**row["speedup"])) if "speedup" in row else f"{1 / row['times']:.2f}",
-    "ms per token": cell("milliseconds_per_token", "{:.2f}"),
-    "tokens per pass": cell("tokens_per_pass", "{:.2f}", "1.00"),
-    "accepted": cell("acceptance_rate", "{:.0%}"),
-    "a round, in plain tokens": lambda row: f"{row.get('plain_tokens_per_round', row['times']):.2f}",
-    "drafting, of a round": cell("drafting_share", "{:.1%}"),
-    "drafting, µs a round": cell("drafting_microseconds", "{:.0f}"),
+    "ms per token": "{milliseconds_per_token:.2f}",
+    "tokens per pass": lambda row: f"{row.get('tokens_per_pass', 1):.2f}",
+    **{"accepted": "{acceptance_rate:.0%}", "a round, in plain tokens": of_round},
+    **{"drafting, of a round": "{drafting_share:.1%}", "drafting, µs a round": "{drafting_microseconds:.0f}"},
 }
-"""By the title of the column. A row's `times` are its milliseconds per token over those of plain decoding."""
+"""A row's `times` are its milliseconds per token over those of plain decoding."""
 
 
-def markdown(found):
+def text_of(found):
     its = found["about"]
     head = heading(
         "contexts",
@@ -326,52 +291,91 @@ def markdown(found):
     by_context = {}
     for row in found["rows"]:
         by_context.setdefault(row["context"], {})[row["name"]] = row
-    for row in found["rows"]:
-        row["times"] = row["milliseconds_per_token"] / by_context[row["context"]][PLAIN]["milliseconds_per_token"]
-    drafts = [name for name in dict.fromkeys(row["name"] for row in found["rows"]) if name in DRAFTS]
-    parts = [below(head, CELLS, ([show(row) for show in CELLS.values()] for row in found["rows"]))]
-    parts += kept_up(by_context, drafts)
+    plain = {context: rows[PLAIN]["milliseconds_per_token"] for context, rows in by_context.items()}
+    rows = [{**row, "times": row["milliseconds_per_token"] / plain[row["context"]]} for row in found["rows"]]
+    drafts = [name for name in dict.fromkeys(row["name"] for row in rows) if name in DRAFTS]
+    parts = [head, shown(COLUMNS, rows)]
+
+    def of_drafts(title, show, each, **more):
+        """A table with a column for every draft."""
+        columns = {"context": lambda one: one[0], **more}
+        columns |= {name: lambda one, name=name: show(one[1], name) for name in drafts}
+        parts.extend([title, shown(columns, each)])
+
+    (shortest, first), *others = by_context.items()
+
+    def kept(row, name):
+        """How much of the speedup after the shortest context remains."""
+        ratio, alone = (row[name]["speedup"]["ratio"], first[name]["plain_tokens_per_round"])
+        return f"{ratio / first[name]['speedup']['ratio']:.2f} ({alone / row[name]['plain_tokens_per_round']:.2f})"
+
+    if others and drafts:
+        title = (
+            f"Speedup relative to that after {shortest} tokens. In brackets: what it would be at equal tokens per pass."
+        )
+        of_drafts(title, kept, others)
     if found["first"]:
-        rows = [
-            [context, f"{row[PLAIN]['milliseconds']:.0f}", *(Interval(**row[name]["over_plain"]) for name in drafts)]
-            for context, row in found["first"].items()
-        ]
-        title = "Time until the first token, relative to that of plain `generate`:"
-        parts.append(below(title, ["context", "plain, ms", *drafts], rows))
-        reading = [
-            [context, *(f"{rows[name]['first_drafting_milliseconds']:.1f}" for name in drafts)]
-            for context, rows in by_context.items()
-        ]
-        title = "After the first token, a drafter also reads the prompt, once per call. This takes, in milliseconds:"
-        parts.append(below(title, ["context", *drafts], reading))
+        of_drafts(
+            "Time until the first token, relative to that of plain `generate`:",
+            lambda row, name: Interval(**row[name]["over_plain"]),
+            found["first"].items(),
+            **{"plain, ms": lambda one: f"{one[1][PLAIN]['milliseconds']:.0f}"},
+        )
+        of_drafts(
+            "After the first token, a drafter also reads the prompt, once per call. This takes, in milliseconds:",
+            lambda row, name: f"{row[name]['first_drafting_milliseconds']:.1f}",
+            by_context.items(),
+        )
     if found["memory"]:
-        sizes = [
-            [context, f"{by_name[PLAIN]['peak'] / 2**20:.0f}", name]
-            + [f"{size / 2**20:.1f}" for size in (one["over_plain"], one["draft"] + one["draft_slots"], one["goal"])]
-            for context, by_name in found["memory"].items()
-            for name, one in by_name.items()
-            if name != PLAIN
-        ]
+        mib = lambda show: lambda row: f"{show(row) / 2**20:.1f}"  # noqa: E731
         title = (
             "Peak memory (resident set) in MiB: that of plain `generate`, the excess over it, the draft's weights and slots, "
             "and these plus 5% of plain's peak:"
         )
-        parts.append(below(title, ["context", "plain", "", "over plain", "draft and slots", "and 5%"], sizes))
-    return "\n\n".join(parts)
-
-
-def kept_up(by_context, drafts):
-    """How much of the speedup after the shortest context remains after the others."""
-    (shortest, first), *others = by_context.items()
-    rows = []
-    for context, row in others:
-        ratios = [
-            (
-                row[name]["speedup"]["ratio"] / first[name]["speedup"]["ratio"],
-                first[name]["plain_tokens_per_round"] / row[name]["plain_tokens_per_round"],
-            )
-            for name in drafts
+        columns = {
+            **{"context": "{context}", "plain": lambda row: f"{row['plain'] / 2**20:.0f}", "": "{name}"},
+            "over plain": mib(lambda row: row["over_plain"]),
+            "draft and slots": mib(lambda row: row["draft"] + row["draft_slots"]),
+            "and 5%": mib(lambda row: row["goal"]),
+        }
+        sizes = [
+            {"context": context, "plain": by_name[PLAIN]["peak"], "name": name, **one}
+            for context, by_name in found["memory"].items()
+            for name, one in by_name.items()
+            if name != PLAIN
         ]
-        rows.append([context, *(f"{kept:.2f} ({alone:.2f})" for kept, alone in ratios)])
-    title = f"Speedup relative to that after {shortest} tokens. In brackets: what it would be at equal tokens per pass."
-    return [below(title, ["context", *drafts], rows)] if rows and drafts else []
+        parts += [title, shown(columns, sizes)]
+    return page(*parts)
+
+
+contexts = Case(
+    "contexts",
+    """Long contexts: seconds of tokens and rounds, the first token, and peak memory, by context length.
+
+The shipped pair (or a grown target) has YaRN angles for 40,960 positions instead of 1,024. Prompts are filled up with held-out
+code; greedy, float32, one row. Acceptance changes with the length as well, so the cost of a round in tokens of plain `generate`
+stands next to the speedup. It shows the effect of the context whatever is accepted.
+
+Decoding is timed from the end of the first round on, after a prompt given as `past_key_values`. The first token is timed
+without these, so the prompt is read. Peak memory is measured in one process each: the high-water mark of its resident set
+(VmHWM, Linux), reset before the call.
+""",
+    measure,
+    options={
+        **{"prompts": 3, "repeats": 3, "new_tokens": 64, "no_compile": False},
+        "contexts": ([512, 1024, 4096, 16384, 32768], "tokens of prompts"),
+        "methods": (list(DRAFTS), "that take part"),
+        "grown": (None, "size of the target, such as 0.25b; the shipped one when left out"),
+        "memory": ([512, 16384], "contexts of peak memory"),
+        "first_repeats": (3, "for the first token; 0 leaves it out"),
+        "first_up_to": (16384, "longest prompt for the first token"),
+        # it reads prompts with a mask of P x P numbers
+        "compiled_up_to": (4096, "longest prompt after which plain generate is also compiled"),
+    },
+    quick={
+        **{"contexts": [128, 256], "memory": [128], "first_repeats": 1, "new_tokens": 16},
+        "methods": ["suffix, Adaptive()"],
+    },
+    sections=(Section("benchmarks/long-contexts", "contexts"),),
+    markdown=text_of,
+)

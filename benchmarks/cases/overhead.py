@@ -1,10 +1,4 @@
-"""The overhead of a `generate` over the forward passes of its models, as a share of the call, and by cause.
-
-After every call, its forward passes run again alone: the same passes of target and draft, in the same order, over the same
-tokens and slots, by the same runners, including those over the prompts. The difference is overhead: preparing the call,
-accepting, choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out
-code. For a CPU only, where a pass is finished when its call returns.
-"""
+"""The loop around the forward passes."""
 
 import gc
 import time
@@ -13,7 +7,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
-from shared import Section, about, below, heading, opened, paired
+from shared import Case, Section, about, heading, opened, page, paired, shown
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, generation
 from assisted.calls.costs import CallLengths
@@ -34,15 +28,6 @@ from assisted.methods.shared.lookup import Lookup
 from assisted.methods.shared.model_drafter import ModelDrafting
 from assisted.methods.shared.runner import HeadRunner
 
-OPTIONS = {
-    "prompts": 6,
-    "repeats": 5,
-    "new_tokens": 96,
-    "targets": (["zoo:target", "grown:0.25b"], "to measure"),
-    "cpu_time": (False, "the seconds of this process alone, where others keep the machine busy"),
-}
-QUICK = {"targets": ["zoo:target"], "prompts": 1}
-SECTIONS = (Section("benchmarks/the-loop", "overhead"),)
 WARM_UP = 2  # calls
 DRAFTS = {
     "no draft, this loop": ("ngram", Never()),
@@ -272,7 +257,7 @@ def measure(args):
     return {"about": about(args=args, clock="process time" if args.cpu_time else "wall time"), "rows": found}
 
 
-def markdown(found):
+def text_of(found):
     its, rows = found["about"], found["rows"]
     targets = list(dict.fromkeys(one["target"] for one in rows))
     names = [one["name"] if len(targets) == 1 else f"{one['target']}, {one['name']}" for one in rows]
@@ -286,21 +271,48 @@ def markdown(found):
         "it from the call itself. Both are medians over repeats, with a 95% bootstrap interval. The overhead of a round is "
         "that of the second column divided by the rounds.",
     )
-    cells = [
-        [
-            name,
-            *("{ratio:.1%} [{low:.1%}, {high:.1%}]".format(**one[share]) for share in ("overhead", "overhead_within")),
-            f"{one['microseconds_per_round']:.0f} µs",
-            f"{one['milliseconds_per_token']:.2f}",
-            f"{one['tokens_per_pass']:.2f}",
-        ]
-        for name, one in zip(names, rows, strict=True)
-    ]
-    columns = ["draft", "overhead, run again", "overhead, in the call", "a round", "ms per token", "tokens per pass"]
-    causes = [cause for cause in rows[0]["causes"] if cause != "passes"]
-    shares = [[cause, *(f"{one['causes'][cause]:.1%}" for one in rows)] for cause in causes]
+
+    def share(name):
+        return f"{{{name}[ratio]:.1%}} [{{{name}[low]:.1%}}, {{{name}[high]:.1%}}]"
+
+    columns = {
+        **{
+            "draft": "{title}",
+            "overhead, run again": share("overhead"),
+            "overhead, in the call": share("overhead_within"),
+        },
+        **{"a round": "{microseconds_per_round:.0f} µs", "ms per token": "{milliseconds_per_token:.2f}"},
+        "tokens per pass": "{tokens_per_pass:.2f}",
+    }
+    rows = [{"title": name, **one} for name, one in zip(names, rows, strict=True)]
+    causes = [{"cause": cause} for cause in rows[0]["causes"] if cause != "passes"]
+    shares = {"": "{cause}"}
+    shares |= {one["title"]: lambda row, one=one: f"{one['causes'][row['cause']]:.1%}" for one in rows}
     title = (
         "This table shows the causes, as shares of a call. They come from runs with clocks inside, which take a little longer. "
         "A cause does not include the time of another cause that it calls."
     )
-    return "\n\n".join([below(head, columns, cells), below(title, ["", *names], shares)])
+    return page(head, shown(columns, rows), title, shown(shares, causes))
+
+
+overhead = Case(
+    "overhead",
+    """The overhead of a `generate` over the forward passes of its models, as a share of the call, and by cause.
+
+After every call, its forward passes run again alone: the same passes of target and draft, in the same order, over the same
+tokens and slots, by the same runners, including those over the prompts. The difference is overhead: preparing the call,
+accepting, choosing draft lengths, drafting around passes, counting, and the first use of its slots. Float32, one row, held-out
+code. For a CPU only, where a pass is finished when its call returns.
+""",
+    measure,
+    options={
+        "prompts": 6,
+        "repeats": 5,
+        "new_tokens": 96,
+        "targets": (["zoo:target", "grown:0.25b"], "to measure"),
+        "cpu_time": (False, "the seconds of this process alone, where others keep the machine busy"),
+    },
+    quick={"targets": ["zoo:target"], "prompts": 1},
+    sections=(Section("benchmarks/the-loop", "overhead"),),
+    markdown=text_of,
+)

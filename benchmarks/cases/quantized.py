@@ -1,9 +1,4 @@
-"""Quantized targets on a CPU, as the libraries of today load them: which load, which drafts they take, whether the text stays.
-
-Every format whose libraries are in this environment is tried, each in a process of its own; for the others, the line that
-installs them is printed. Rows are added to the file, or replace those of the same format and version of transformers. The
-target is the shipped one, rounded without calibration; for GGUF's K formats, it is padded to rows of 256. Nothing is timed.
-"""
+"""Quantized targets on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from shared import Section, below
+from shared import Case, Section, page, shown
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -304,12 +299,12 @@ def run(name: str) -> list[dict[str, Any]]:
         return [tried(given, dtype) for dtype in (torch.float32, torch.bfloat16)]
 
 
-def loads(rows: list[dict[str, Any]]) -> str:
+def loaded_in(rows: list[dict[str, Any]]) -> str:
     names = {row["asked"]: row["dtype"] for row in rows if "dtype" in row}
     return ", ".join(asked if asked == got else f"{got} for {asked}" for asked, got in names.items()) or "no"
 
 
-def drafts(rows: list[dict[str, Any]]) -> str:
+def drafting(rows: list[dict[str, Any]]) -> str:
     """Those that draft, with the tokens per forward pass of the target in the first dtype that loads."""
     tried = next((row["drafts"] for row in rows if row["drafts"]), {})
     found = [f"`{name}` {one['tokens_per_pass']:.1f}" for name, one in tried.items() if one.get("drafted")]
@@ -337,40 +332,6 @@ def why(rows: list[dict[str, Any]]) -> str:
     return "<br>".join(text[:200].replace("|", "/") for text in dict.fromkeys(found))
 
 
-def markdown(found: list[dict[str, Any]]) -> str:
-    """The table as it stands in the docs."""
-    cells = []
-    for row in found:
-        versions = {name: each for name, each in row["versions"].items() if (name, each) != ("transformers", USUAL)}
-        libraries, rows = ", ".join(f"{name} {each}" for name, each in versions.items()) or "none", row["rows"]
-        cells.append(
-            [row["format"], libraries, loads(rows), drafts(rows), same(rows, "float32"), same(rows, "bfloat16")]
-        )
-        cells[-1].append(why(rows))
-    torches = ", ".join(sorted({row["torch"] for row in found}))
-    head = (
-        f"`python benchmarks/run.py quantized`, run in several environments, with {torches}, and with transformers {USUAL} "
-        f"where no other version is named: {len(PROMPTS)} prompts, {CALL['max_new_tokens']} tokens each, greedy, on a CPU. The "
-        "target is the shipped one, padded to rows of 256 for most GGUF files; its weights are rounded without calibration. "
-        "A gap is the difference between the logits of the first two tokens that differ, in standard deviations of all logits."
-    )
-    columns = [
-        "format",
-        "libraries",
-        "loads in",
-        "drafts, tokens per pass",
-        "same text in float32",
-        "in bfloat16",
-        "remarks",
-    ]
-    return below(head, columns, cells)
-
-
-OPTIONS = {"formats": ([], "to try, by name; all by default")}
-QUICK = {"formats": ["torchao int8"]}
-SECTIONS = (Section("howto/quantize", "quantized"),)
-
-
 def measure(args: Any) -> list[dict[str, Any]]:
     """The rows of the file, with those of the formats that are tried."""
     logging.set_verbosity_error()
@@ -394,3 +355,45 @@ def measure(args: Any) -> list[dict[str, Any]]:
         found = sorted([*others, row], key=lambda each: (order.index(each["format"]), each["versions"]["transformers"]))
         args.save(found)
     return found
+
+
+def rows_of(found: list[Made]) -> list[Made]:
+    """With the versions of libraries in words."""
+    usual = ("transformers", USUAL)
+    named = [[f"{name} {each}" for name, each in row["versions"].items() if (name, each) != usual] for row in found]
+    return [{**row, "libraries": ", ".join(names) or "none"} for row, names in zip(found, named, strict=True)]
+
+
+def text_of(found: list[Made]) -> str:
+    head = (
+        f"`python benchmarks/run.py quantized`, run in several environments, with "
+        f"{', '.join(sorted({row['torch'] for row in found}))}, and with transformers {USUAL} "
+        f"where no other version is named: {len(PROMPTS)} prompts, {CALL['max_new_tokens']} tokens each, greedy, on a CPU. The "
+        "target is the shipped one, padded to rows of 256 for most GGUF files; its weights are rounded without calibration. "
+        "A gap is the difference between the logits of the first two tokens that differ, in standard deviations of all logits."
+    )
+    columns: dict[str, Any] = {
+        **{"format": "{format}", "libraries": "{libraries}"},
+        "loads in": lambda row: loaded_in(row["rows"]),
+        "drafts, tokens per pass": lambda row: drafting(row["rows"]),
+        "same text in float32": lambda row: same(row["rows"], "float32"),
+        "in bfloat16": lambda row: same(row["rows"], "bfloat16"),
+        "remarks": lambda row: why(row["rows"]),
+    }
+    return page(head, shown(columns, rows_of(found)))
+
+
+quantized = Case(
+    "quantized",
+    """Quantized targets on a CPU, as the libraries of today load them: which load, with which drafts, whether the text stays.
+
+Every format whose libraries are in this environment is tried, each in a process of its own; for the others, the line that
+installs them is printed. Rows are added to the file, or replace those of the same format and version of transformers. The
+target is the shipped one, rounded without calibration; for GGUF's K formats, it is padded to rows of 256. Nothing is timed.
+""",
+    measure,
+    options={"formats": ([], "to try, by name; all by default")},
+    quick={"formats": ["torchao int8"]},
+    sections=(Section("howto/quantize", "quantized"),),
+    markdown=text_of,
+)

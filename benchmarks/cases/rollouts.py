@@ -1,10 +1,4 @@
-"""Rollouts of GRPO with and without drafts: forward passes, acceptance while the policy is trained, and rewards.
-
-Each step samples groups of completions for some prompts. A completion's reward is the share of its lines that parse as the
-body of the function. The policy is trained on the completions of plain `generate` (2402.03300, without a reference model), and
-before each step all drafts write completions with the same weights. Time is that of the processor (one thread), which other
-programs hardly change. Draft lengths are fixed, so that counts do not depend on time.
-"""
+"""Rollouts of a policy that is trained."""
 
 import ast
 import copy
@@ -13,7 +7,7 @@ from functools import partial
 from statistics import mean, stdev
 
 import torch
-from shared import Section, about, below, heading, opened
+from shared import Case, Section, about, heading, opened, page, shown
 
 from assisted import AssistedModelForCausalLM, Suffix
 from assisted.lab.bench import pad_token
@@ -28,15 +22,6 @@ HEADERS = (
 GROUP = 8
 PARTS = 4  # of the training, in the second table
 PLAIN = "plain `generate`"
-OPTIONS = {
-    "prompts": 8,
-    "new_tokens": 64,
-    "steps": (24, "of training"),
-    "draft_length": (4, "tokens, at most"),
-    "rate": (200, "learning rate, in millionths"),
-}
-QUICK = {"prompts": 2, "steps": 4}
-SECTIONS = (Section("howto/rl-rollouts", "rollouts"),)
 
 
 def reward(header, text):
@@ -161,7 +146,17 @@ def measure(args):
     return {"about": about(pair, args, prompts=len(headers), **more), "steps": steps}
 
 
-def markdown(found):
+def row_of(own):
+    """A way's figures over some steps."""
+    rewards = [value for one in own for value in one["rewards"]]
+    total = {name: sum(one[name] or 0 for one in own) for name in ("passes", "tokens", "drafted", "accepted")}
+    found = {"seconds": mean(one["seconds"] for one in own), "reward": mean(rewards)}
+    found["error"] = stdev(rewards) / len(rewards) ** 0.5
+    found |= {"passes": total["passes"], "rate": total["tokens"] / total["passes"]} if total["passes"] else {}
+    return found | ({"accepted": total["accepted"] / total["drafted"]} if total["drafted"] else {})
+
+
+def text_of(found):
     its, steps = found["about"], found["steps"]
     head = heading(
         "rollouts",
@@ -171,44 +166,47 @@ def markdown(found):
         f"learning rate {its['rate']}e-6",
         "Seconds are the processor's, for a step.",
     )
-    cells, accepted = [], []
-    for name in steps[0]["ways"]:
-        own = [step["ways"][name] for step in steps]
-        rewards = [value for one in own for value in one["rewards"]]
-        passes = sum(one["passes"] or 0 for one in own)
-        drafted = sum(one["drafted"] for one in own)
-        cells.append(
-            [
-                name,
-                passes or "",
-                f"{sum(one['tokens'] for one in own) / passes:.2f}" if passes else "",
-                _share(own) if drafted else "",
-                f"{mean(one['seconds'] for one in own):.2f}",
-                f"{mean(rewards):.3f} ± {stdev(rewards) / len(rewards) ** 0.5:.3f}",
-            ]
-        )
-        if drafted:
-            accepted.append([name, *map(_share, _parts(own))])
+    columns = {
+        **{"": "{name}", "forward passes": "{passes}", "tokens per forward pass": "{rate:.2f}"},
+        **{"accepted": "{accepted:.0%}", "seconds": "{seconds:.2f}", "mean reward": "{reward:.3f} ± {error:.3f}"},
+    }
+    own = {name: [step["ways"][name] for step in steps] for name in steps[0]["ways"]}
+    rows = [{"name": name, **row_of(each)} for name, each in own.items()]
     size = len(steps) // PARTS
-    titles = [f"steps {1 + size * part} to {size * (part + 1)}" for part in range(PARTS)]
-    same = [percent(mean(step["same"] for step in part)) for part in _parts(steps)]
-    gained = [f"{mean(r for s in part for r in s['ways'][PLAIN]['rewards']):.2f}" for part in _parts(steps)]
-    columns = ["", "forward passes", "tokens per forward pass", "accepted", "seconds", "mean reward"]
-    parts = [["*mean reward*", *gained], ["*same most probable token as at first*", *same], *accepted]
-    return "\n\n".join(
-        [
-            below(head, columns, cells),
-            below("**Accepted while the policy is trained**", ["", *titles], parts),
-            f"A training step takes {mean(step['training'] for step in steps):.1f} seconds.",
-        ]
+    parts = {f"steps {1 + at} to {at + size}": slice(at, at + size) for at in range(0, size * PARTS, size)}
+    by_part = {"": lambda row: row[0], **{title: lambda row, part=part: row[1](part) for title, part in parts.items()}}
+    kinds = [("*mean reward*", lambda part: f"{row_of(own[PLAIN][part])['reward']:.2f}")]
+    same = "*same most probable token as at first*"
+    kinds.append((same, lambda part: percent(mean(step["same"] for step in steps[part]))))
+    for row in rows:
+        if "accepted" in row:
+            each = own[row["name"]]
+            kinds.append((row["name"], lambda part, each=each: percent(row_of(each[part]).get("accepted")) or "-"))
+    return page(
+        head,
+        shown(columns, rows),
+        "**Accepted while the policy is trained**",
+        shown(by_part, kinds),
+        f"A training step takes {mean(step['training'] for step in steps):.1f} seconds.",
     )
 
 
-def _parts(values):
-    size = len(values) // PARTS
-    return [values[size * part : size * (part + 1)] for part in range(PARTS)]
+rollouts = Case(
+    "rollouts",
+    """Rollouts of GRPO with and without drafts: forward passes, acceptance while the policy is trained, and rewards.
 
-
-def _share(rounds):
-    drafted = sum(one["drafted"] for one in rounds)
-    return percent(sum(one["accepted"] for one in rounds) / drafted) if drafted else "-"
+Each step samples groups of completions for some prompts. A completion's reward is the share of its lines that parse as the
+body of the function. The policy is trained on the completions of plain `generate` (2402.03300, without a reference model), and
+before each step all drafts write completions with the same weights. Time is that of the processor (one thread), which other
+programs hardly change. Draft lengths are fixed, so that counts do not depend on time.
+""",
+    measure,
+    options={
+        **{"prompts": 8, "new_tokens": 64, "steps": (24, "of training")},
+        "draft_length": (4, "tokens, at most"),
+        "rate": (200, "learning rate, in millionths"),
+    },
+    quick={"prompts": 2, "steps": 4},
+    sections=(Section("howto/rl-rollouts", "rollouts"),),
+    markdown=text_of,
+)

@@ -1,9 +1,4 @@
-"""What a pool of sessions and a memory on disk save: reading of prompts that begin alike, and drafts after a restart.
-
-The pool: questions that follow one document, with and without a pool, each call with a new question. Time is that of the
-processor (one thread), from the call to its first token. The memory: one process answers requests of a project and ends; a new
-one gets the same requests again, and other requests of that project, each with the memory and without it.
-"""
+"""What a pool of sessions and a memory on disk save."""
 
 import tempfile
 import time
@@ -11,12 +6,11 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from shared import Section, Worker, about, heading, opened, titled, written
+from shared import Case, Section, Worker, about, heading, opened, page, shown, written
 
 from assisted import SessionPool, Suffix
 from assisted.lab.bench import at_length, read
 from assisted.lab.bench.clock import FirstToken
-from assisted.lab.bench.table import markdown_table, percent
 
 POOLS = {  # target, draft, tokens of the document; shipped models have a context of 1,024 tokens
     "SmolLM2, suffix": ("zoo:smollm2", "suffix", 2000),
@@ -26,14 +20,6 @@ POOLS = {  # target, draft, tokens of the document; shipped models have a contex
 }
 MEMORIES = {"SmolLM2": "zoo:smollm2", "shipped target": "zoo:target"}
 QUESTION = 24  # tokens
-OPTIONS = {
-    "prompts": 8,
-    "new_tokens": 32,
-    "pools": (list(POOLS), "that are measured"),
-    "memories": (list(MEMORIES), "targets whose memory is"),
-}
-QUICK = {"pools": ["shipped target, draft model"], "memories": ["shipped target"]}
-SECTIONS = (Section("howto/memory", "sessions"),)
 
 
 class Processor(FirstToken):
@@ -107,40 +93,52 @@ def memories_of(name, args):
     return rows
 
 
-def measure(args):
-    pools = [pool_of(name, args) for name in args.pools]
-    return {
-        "about": about(args=args),
-        "pools": pools,
-        "memories": [r for n in args.memories for r in memories_of(n, args)],
-    }
+COLD_WARM = ("cold", "warm")
 
 
-def markdown(found):
+def text_of(found):
     its = found["about"]
     head = heading(
         "sessions", its, f"{its['prompts']} prompts each, {its['new_tokens']} new tokens, greedy, {its['dtype']}"
     )
-    pools = [
-        [
-            *(row["name"], row["tokens"], f"{row['not_read']:.0f}", f"{row['cold']:.2f}", f"{row['warm']:.3f}"),
-            *(f"{row['cold'] / row['warm']:.0f}", f"{row['same']}/{its['prompts']}"),
-            *(f"{row['tokens_per_pass'][kind]:.2f}" for kind in ("cold", "warm")),
-        ]
-        for row in found["pools"]
-    ]
-    memories = [
-        [
-            row["name"],
-            *(f"{row[k]['accepted']} ({percent(row[k]['acceptance_rate'])})" for k in ("cold", "warm")),
-            *(f"{row[k]['tokens_per_pass']:.2f}" for k in ("cold", "warm")),
-            f"{row['same']}/{its['prompts']}",
-        ]
-        for row in found["memories"]
-    ]
-    of_pools = ["", "tokens of a prompt", "not read again", "seconds without", "with", "times as fast", "same texts"]
-    of_pools += ["tokens per pass without", "with"]
-    of_memories = ["", "accepted cold", "warm", "tokens per pass cold", "warm", "same texts"]
+    same = f"{{same}}/{its['prompts']}"
+    pools = {
+        **{"": "{name}", "tokens of a prompt": "{tokens}", "not read again": "{not_read:.0f}"},
+        **{"seconds without": "{cold:.2f}", "with": "{warm:.3f}"},
+        "times as fast": lambda row: f"{row['cold'] / row['warm']:.0f}",
+        **{"same texts": same, "tokens per pass without": "{tokens_per_pass[cold]:.2f}"},
+        "with ": "{tokens_per_pass[warm]:.2f}",
+    }
+    memories = {
+        "": "{name}",
+        **{f"{'accepted ' * (k == 'cold')}{k}": f"{{{k}[accepted]}} ({{{k}[acceptance_rate]:.0%}})" for k in COLD_WARM},
+        **{f"{'tokens per pass ' * (k == 'cold')}{k} ": f"{{{k}[tokens_per_pass]:.2f}}" for k in COLD_WARM},
+        "same texts": same,
+    }
     first = "**A pool of sessions**: questions after one document. Seconds are the processor's, until the first token."
     second = '**A memory on disk**: `"suffix"` in a new process, cold and with what another process wrote.'
-    return titled(head, {first: markdown_table(of_pools, pools), second: markdown_table(of_memories, memories)})
+    return page(head, first, shown(pools, found["pools"]), second, shown(memories, found["memories"]))
+
+
+sessions = Case(
+    "sessions",
+    """What a pool of sessions and a memory on disk save: reading of prompts that begin alike, and drafts after a restart.
+
+The pool: questions that follow one document, with and without a pool, each call with a new question. Time is that of the
+processor (one thread), from the call to its first token. The memory: one process answers requests of a project and ends; a new
+one gets the same requests again, and other requests of that project, each with the memory and without it.
+""",
+    lambda args: {
+        "about": about(args=args),
+        "pools": [pool_of(name, args) for name in args.pools],
+        "memories": [row for name in args.memories for row in memories_of(name, args)],
+    },
+    options={
+        **{"prompts": 8, "new_tokens": 32},
+        "pools": (list(POOLS), "that are measured"),
+        "memories": (list(MEMORIES), "targets whose memory is"),
+    },
+    quick={"pools": ["shipped target, draft model"], "memories": ["shipped target"]},
+    sections=(Section("howto/memory", "sessions"),),
+    markdown=text_of,
+)

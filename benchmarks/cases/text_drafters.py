@@ -1,9 +1,4 @@
-"""Microseconds per round of the drafters that copy text, by context length. They must not grow with it.
-
-A round reads the tokens that the last one committed and proposes up to 8. The texts: "code", Python's own library, a word or
-a run of spaces a token; "loop", a line of 40 tokens repeated; "random" tokens, where nothing repeats. Median and 90th
-percentile of the rounds after each length, and the time to read the prompt. No model is run.
-"""
+"""Drafters that copy text."""
 
 import random
 import re
@@ -14,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from shared import below
+from shared import Case, page, shown
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from assisted.core.text import Text
@@ -28,7 +23,6 @@ DRAFTERS = {
     "suffix": lambda call: SuffixDrafting(SuffixDrafter(Suffix()), call),
     "suffix tree": lambda call: SuffixDrafting(SuffixDrafter(Suffix(tree=True)), call),
 }
-SECTIONS = ()
 
 
 def code(length):
@@ -47,12 +41,6 @@ TEXTS = {
     "loop": lambda length: [index % 40 for index in range(length)],
     "random": lambda length: random.Random(0).choices(range(50_000), k=length),
 }
-OPTIONS = {
-    "rounds": (200, "timed after each context"),
-    "contexts": ([1024, 2048, 4096, 8192, 16384, 32768], "tokens before the rounds"),
-    "texts": (list(TEXTS), "that are continued"),
-}
-QUICK = {"rounds": 20, "contexts": [1024]}
 
 
 def rounds_of(make, ids, context, rounds):
@@ -96,14 +84,27 @@ def measure(args):
     return {"budget": BUDGET, "torch": torch.__version__, "points": points}
 
 
-def markdown(found):
-    shown = {"median_microseconds": "µs a round", "p90_microseconds": "90th percentile"}
-    shown |= {"tokens_per_round": "tokens a round", "prompt_milliseconds": "prompt, ms"}
-    cells = [
-        [point["text"], point["drafter"], point["context"], *(f"{point[name]:.1f}" for name in shown)]
-        for point in found["points"]
-    ]
-    head = (
-        f"`python benchmarks/run.py text_drafters`: drafts of up to {found['budget']} tokens, torch {found['torch']}."
-    )
-    return below(head, ["text", "drafter", "context", *shown.values()], cells)
+FIGURES = {
+    **{"µs a round": "{median_microseconds:.1f}", "90th percentile": "{p90_microseconds:.1f}"},
+    **{"tokens a round": "{tokens_per_round:.1f}", "prompt, ms": "{prompt_milliseconds:.1f}"},
+}
+text_drafters = Case(
+    "text_drafters",
+    """Microseconds per round of the drafters that copy text, by context length. They must not grow with it.
+
+A round reads the tokens that the last one committed and proposes up to 8. The texts: "code", Python's own library, a word or
+a run of spaces a token; "loop", a line of 40 tokens repeated; "random" tokens, where nothing repeats. Median and 90th
+percentile of the rounds after each length, and the time to read the prompt. No model is run.
+""",
+    measure,
+    options={
+        "rounds": (200, "timed after each context"),
+        "contexts": ([1024, 2048, 4096, 8192, 16384, 32768], "tokens before the rounds"),
+        "texts": (list(TEXTS), "that are continued"),
+    },
+    quick={"rounds": 20, "contexts": [1024]},
+    markdown=lambda found: page(
+        f"`python benchmarks/run.py text_drafters`: drafts of up to {found['budget']} tokens, torch {found['torch']}.",
+        shown({"text": "{text}", "drafter": "{drafter}", "context": "{context}", **FIGURES}, found["points"]),
+    ),
+)

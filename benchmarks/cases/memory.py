@@ -1,6 +1,7 @@
 """Memory of a process: over many calls, and at its peak beside what `assisted plan` counts."""
 
 import gc
+import json
 import random
 import resource
 import sys
@@ -8,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from shared import Case, Section, Worker, about, heading, opened, page, shown
+from shared import FOLDER, Case, Section, Worker, about, heading, opened, page, shown
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import assisted.zoo
@@ -111,19 +112,9 @@ SMOL = "zoo:smollm2"
 
 
 def loads():
-    """What is loaded, and how it is used."""
-    qwen, small, llama, gpt = SHAPES
-    wanted = [
-        {"target": SMOL, "dtype": "float32", "context": 512},
-        {"target": SMOL, "dtype": "float32", "context": 2048},
-        {"target": SMOL, "dtype": "bfloat16", "context": 512, "draft": "self:int8"},
-        {"target": SMOL, "dtype": "float32", "context": 512, "rows": 8},
-        {"target": qwen, "dtype": "bfloat16", "context": 256, "fast": "eager"},
-        {"target": qwen, "dtype": "bfloat16", "context": 512},
-        {"target": qwen, "dtype": "float32", "context": 512, "draft": small},
-        {"target": gpt, "dtype": "float32", "context": 512},
-        {"target": llama, "dtype": "bfloat16", "context": 128, "quantization": "int8"},
-    ]
+    """What is loaded, and how it is used: the rows of the committed figures."""
+    rows = json.loads((FOLDER / "plan.json").read_text(encoding="utf-8"))["loads"]
+    wanted = [{k: v for k, v in row.items() if k not in ("plan", "measured", "parts")} for row in rows]
     try:
         assisted.zoo.resolve(SMOL)
     except (ValueError, ImportError, OSError):

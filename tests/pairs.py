@@ -92,6 +92,19 @@ def assistedly(ids: torch.Tensor | None, name: str = "llama", draft_length: Any 
     return output
 
 
+class Listener:
+    """A streamer that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        self.heard.append("end")
+
+
 def prompt(rows: int = 1, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:
     """A batch whose rows but the first are padded on the left, each more than the one before."""
     ids = random_ids(pair()[0], rows, length, seed)

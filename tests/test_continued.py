@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, Architecture, build, random_ids
 from covering import each_once, over
-from pairs import CALL, ENDS, ROUNDING, no_fallback
+from pairs import CALL, ENDS, ROUNDING, Listener, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
@@ -61,16 +61,6 @@ class GuidedDrafting(Drafting):
         twins = torch.stack([(tokens + 7) % 40 + 50, tokens], 2).flatten(1)
         parents = torch.tensor([2 * (column // 2) - 1 for column in range(2 * width)])
         return Draft(twins, 2 * lengths, parents=parents.expand_as(twins).contiguous())
-
-
-class Listener:
-    """A streamer, which has to see every row's token at once."""
-
-    def put(self, value: torch.Tensor) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
 
 
 def same_scores(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Early exit: what runs how often, which layer is chosen, and that nothing is left behind when something fails."""
 
-import threading
 import warnings
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pairs import BY_NAME, ENDS
 from test_parts import assert_same, snapshot
+from test_threads import in_threads
 
 from assisted import AssistedModelForCausalLM, EarlyExit
 from assisted.core.drafts import DraftingStopped
@@ -190,18 +190,12 @@ def test_two_threads_leave_at_two_layers():
     model = target()
     ids = [random_ids(model, 1, 9, seed) for seed in range(4)]
     plain = [model.generate(row, **CALL).tolist() for row in ids]
-    found = {}
 
-    def write(layer):
-        ours = pair(model, EarlyExit(layer))
-        found[layer] = [ours.generate(row, **CALL).tolist() for row in ids]
+    def write(number):
+        ours = pair(model, EarlyExit((1, 4)[number]))
+        return [ours.generate(row, **CALL).tolist() for row in ids]
 
-    threads = [threading.Thread(target=write, args=(layer,)) for layer in (1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {1: plain, 4: plain}
+    assert in_threads(write, 2) == [plain, plain]
 
 
 @pytest.fixture

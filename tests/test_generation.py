@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from pairs import CALL, ENDS, assistedly, no_fallback, pair, plainly, prompt, tokenizer
+from pairs import CALL, ENDS, Listener, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from assisted import AssistedModelForCausalLM
@@ -24,17 +23,6 @@ def stops(rows: int) -> list[str]:
     """A text that ends each row after some tokens, the first row after eight."""
     plain = pair()[0].generate(prompt(rows)["ids"], **LONG)
     return [tokenizer().decode(row[prompt(rows)["ids"].shape[1] + 7 + n]) for n, row in enumerate(plain)]
-
-
-class Stream:
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.seen.append(value.tolist())
-
-    def end(self) -> None:
-        self.seen.append("end")
 
 
 @pytest.fixture
@@ -127,22 +115,12 @@ def test_a_healed_prompt_of_another_length(healed: int, more: dict[str, Any], mo
     def heal_tokens(self: Any, input_ids: torch.Tensor, tokenizer: Any = None) -> torch.Tensor:
         return torch.cat([input_ids, input_ids], 1)[:, :healed]
 
-    class Listener:
-        def __init__(self) -> None:
-            self.heard: list[list[int]] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.heard.append(value.flatten().tolist())
-
-        def end(self) -> None:
-            pass
-
     monkeypatch.setattr(GenerationMixin, "heal_tokens", heal_tokens)
     call = {"token_healing": True, "tokenizer": tokenizer(), **more, "ids": prompt()["ids"]}
     mine, theirs = Listener(), Listener()
     expected = plainly(**call, streamer=theirs)
     assert assistedly(**call, streamer=mine).tolist() == expected.tolist()
-    assert mine.heard[0] == theirs.heard[0] and len(mine.heard[0]) == healed
+    assert mine.heard[0] == theirs.heard[0] and len(mine.heard[0][0]) == healed
 
 
 # --- calls that are made again ---
@@ -152,19 +130,19 @@ def test_a_healed_prompt_of_another_length(healed: int, more: dict[str, Any], mo
     "more", [{"output_hidden_states": True, "return_dict_in_generate": True}, {"use_cache": False}], ids=str
 )
 def test_a_stream_has_the_prompt_once(more: dict[str, Any]) -> None:
-    streams = Stream(), Stream()
+    streams = Listener(), Listener()
     start = prompt()
     pair()[0].generate(start["ids"], streamer=streams[0], **CALL, **more)
     with pytest.warns(DraftingStopped):
         pair()[1].generate(start["ids"], streamer=streams[1], **CALL, **more)
-    assert streams[0].seen == streams[1].seen
-    assert streams[1].seen[0] == start["ids"].tolist() and streams[1].seen[-1] == "end"
+    assert streams[0].heard == streams[1].heard
+    assert streams[1].heard[0] == start["ids"].tolist() and streams[1].heard[-1] == "end"
 
 
 def test_beam_search_with_a_stream_is_refused_as_by_plain() -> None:
     for model in pair():
         with pytest.raises(ValueError, match="streamer"):
-            model.generate(prompt()["ids"], streamer=Stream(), num_beams=2, **CALL)
+            model.generate(prompt()["ids"], streamer=Listener(), num_beams=2, **CALL)
 
 
 def test_a_criterion_that_counts_starts_once(own: tuple[PreTrainedModel, AssistedModelForCausalLM]) -> None:
@@ -216,32 +194,12 @@ def overridden(target: Any, named: bool) -> list[int]:
 @pytest.mark.parametrize("named", [False, True])
 def test_a_targets_own_generate_is_called(named: bool, own: tuple[PreTrainedModel, AssistedModelForCausalLM]) -> None:
     target, model = own
-    calls, streams = overridden(target, named), (Stream(), Stream())
+    calls, streams = overridden(target, named), (Listener(), Listener())
     ids = prompt()["ids"]
     expected = target.generate(ids, streamer=streams[0], **CALL)
     with warnings.catch_warnings(record=True):
         assert model.generate(ids, streamer=streams[1], **CALL).tolist() == expected.tolist()
     assert expected.shape[1] == ids.shape[1] + 7
     assert len(calls) == 2
-    assert streams[1].seen[-1] == "end" and streams[1].seen[0] == streams[0].seen[0]
+    assert streams[1].heard[-1] == "end" and streams[1].heard[0] == streams[0].heard[0]
     assert model.report is not None and (model.report.drafted > 0) is not named
-
-
-# --- several at a time ---
-
-
-def test_calls_in_threads_do_not_mix(own: tuple[PreTrainedModel, AssistedModelForCausalLM]) -> None:
-    target, model = own
-    prompts = [prompt()["ids"].roll(shift, 1) for shift in range(6)]
-    expected = [target.generate(ids, **CALL).tolist() for ids in prompts]
-    found: list[Any] = [None] * len(prompts)
-
-    def run(number: int) -> None:
-        found[number] = model.generate(prompts[number], **CALL).tolist()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(prompts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == expected

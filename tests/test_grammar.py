@@ -12,10 +12,9 @@ from architectures import VOCABULARY
 from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import CALL, ENDS, no_fallback, pair, prompt
-from test_sampling import ALPHA, p_value
+from pairs import CALL, ENDS, Listener, no_fallback, pair, prompt
+from test_sampling import ALPHA, p_value, towards
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
-from transformers.generation import BaseStreamer
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 from assisted import AssistedModelForCausalLM, Combined, DraftTree, SessionPool, Suffix
@@ -199,17 +198,6 @@ def test_several_sequences_and_other_processors():
     assert model.report.accepted > 0
 
 
-class Kept(BaseStreamer):
-    def __init__(self):
-        self.values = []
-
-    def put(self, value):
-        self.values.append(value.tolist())
-
-    def end(self):
-        pass
-
-
 class Counts(LogitsProcessor):
     """Depends on its calls."""
 
@@ -228,12 +216,12 @@ def test_in_lockstep_with_a_streamer_or_an_unknown_processor(rows):
         for more in ([], [Counts]):
             outputs = []
             for one in (target, model):
-                streamer = Kept()
+                streamer = Listener()
                 kwargs = {} if one is target else {"draft_length": draft_length}
                 made = [*(kind() for kind in more), brackets()]
                 kwargs |= {} if rows > 1 and one is target else {"streamer": streamer}
                 text = generate(one, rows=rows, eos_token_id=ENDS, logits_processor=made, **kwargs)
-                outputs.append((text.tolist(), sum(map(len, streamer.values[1:])) if rows == 1 else 0))
+                outputs.append((text.tolist(), len(streamer.heard) if rows == 1 else 0))
             assert outputs[0] == outputs[1]
 
 
@@ -457,11 +445,7 @@ def target():
 
 
 def half_target(target):
-    draft = small(1)
-    with torch.no_grad():
-        for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
-            weight.lerp_(aim, 0.6)
-    return draft
+    return towards(target, small(1))
 
 
 def enumerated(target):

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import pickle
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,11 @@ from covering import in_turns, over
 from methods import HEADS
 from mtp_heads import trained_mtp
 from pairs import BY_NAME, CALL, said_by, tokenizer
-from test_sampling import ALPHA, PROMPT, counts, exact_distribution, p_value, tiny
+from test_sampling import ALPHA, PROMPT, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 from test_session import DRAFTS, written  # noqa: F401, a fixture
 from test_sources import EDITS, PATCHES, patched
+from test_threads import in_threads
 from transformers import DynamicCache, LlamaForCausalLM, pipeline
 
 from assisted import MTP, AssistedModelForCausalLM, SessionPool
@@ -105,11 +105,8 @@ def test_a_state_is_kept_in_the_middle_of_what_is_read_on(name: str) -> None:
 
 def test_sampled_texts_follow_the_targets_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_pool, "LEAST", 1)
-    target, draft = tiny(0), tiny(1)
-    with torch.no_grad():
-        for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
-            weight.lerp_(aim, 0.6)
-    model = pooled(target, draft, draft_length=2)
+    target = tiny(0)
+    model = pooled(target, towards(target, tiny(1)), draft_length=2)
     torch.manual_seed(11)
     call = {"max_new_tokens": SAMPLED, "do_sample": True, "top_k": 0}
     found = [model.generate(PROMPT, **call) for _ in range(1500)]
@@ -450,18 +447,8 @@ def test_calls_in_several_threads() -> None:
     model = pooled(target, half_right(target))
     texts = questions(target, 4)
     expected = [target.generate(text, **CALL).tolist() for text in texts]
-    found: dict[int, list[Any]] = {number: [] for number in range(4)}
-
-    def ask(number: int) -> None:
-        for _ in range(4):
-            found[number].append(model.generate(texts[number], **CALL).tolist())
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(output == expected[number] for number, outputs in found.items() for output in outputs)
+    found = in_threads(lambda number: [model.generate(texts[number], **CALL).tolist() for _ in range(4)])
+    assert found == [[text] * 4 for text in expected]
     assert all(entry.readers == 0 for entry in model.sessions._entries)  # type: ignore[union-attr]
     assert len(model.sessions) <= 4  # type: ignore[arg-type]
 

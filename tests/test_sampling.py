@@ -50,13 +50,18 @@ def tiny(seed, layers=1):
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture(scope="module")
-def pair():
-    target, draft = tiny(0), tiny(1)
-    with torch.no_grad():  # somewhere between the two: often right, never sure
+def towards(target, draft):
+    """The draft somewhere between the two: often right, never sure."""
+    with torch.no_grad():
         for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
             weight.lerp_(aim, 0.6)
-    return target, AssistedModelForCausalLM.from_models(target, draft=draft)
+    return draft
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny(0)
+    return target, AssistedModelForCausalLM.from_models(target, draft=towards(target, tiny(1)))
 
 
 class Doubled:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import pair
+from test_threads import in_threads
 
 from assisted import AssistedModelForCausalLM, SessionPool
 from assisted.cli.main import main
@@ -517,20 +518,13 @@ def test_a_client_that_does_not_read_holds_nobody_up(server: Server, monkeypatch
 def test_several_clients_at_once(server: Server) -> None:
     prompts = ["def mean(values):\n", "class Queue:\n", "import os\n"]
     expected = [asked(server, "/v1/completions", TEXT | {"prompt": one})["choices"][0]["text"] for one in prompts]
-    found: dict[int, str] = {}
+    drafts = ("suffix", None, "none")
 
-    def ask(number: int) -> None:
-        answer = asked(
-            server, "/v1/completions", TEXT | {"prompt": prompts[number], "draft": ("suffix", None, "none")[number]}
-        )
-        found[number] = answer["choices"][0]["text"]
+    def ask(number: int) -> str:
+        body = TEXT | {"prompt": prompts[number], "draft": drafts[number]}
+        return asked(server, "/v1/completions", body)["choices"][0]["text"]
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [found[number] for number in range(3)] == expected
+    assert in_threads(ask, 3) == expected
 
 
 def test_an_audit_finds_nothing(server: Server, model: Any) -> None:

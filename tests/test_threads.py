@@ -38,10 +38,10 @@ def _often():
     sys.setswitchinterval(before)
 
 
-def in_threads(work):
+def in_threads(work, count=THREADS):
     """What `work` returns, or raises, for each of several numbers, in as many threads that start together."""
-    found = [None] * THREADS
-    together = threading.Barrier(THREADS)
+    found = [None] * count
+    together = threading.Barrier(count)
 
     def run(number):
         together.wait()
@@ -50,7 +50,7 @@ def in_threads(work):
         except BaseException as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(THREADS)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

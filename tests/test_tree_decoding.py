@@ -9,7 +9,7 @@ import torch
 from architectures import build
 from covering import in_turns, one_in
 from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt
-from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny
+from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value, tiny, towards
 from trees import Planted
 
 from assisted import AssistedModelForCausalLM, Merged, Suffix
@@ -103,11 +103,8 @@ class Drawn(Drafter, Drafting):
 
 @pytest.fixture(scope="module")
 def small():
-    target, draft = tiny(0), tiny(1)
-    with torch.no_grad():
-        for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
-            weight.lerp_(aim, 0.6)
-    return target, draft
+    target = tiny(0)
+    return target, towards(target, tiny(1))
 
 
 SAMPLED = 4  # the first, a path of two and a bonus

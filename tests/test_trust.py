@@ -15,7 +15,7 @@ import runpy
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.cohere.modeling_cohere import apply_rotary_pos_emb as of_cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama as home
 
@@ -207,11 +206,9 @@ class Switches:
 class Switched(LlamaForCausalLM):
     """Its switches are off at first."""
 
-    steer = False
-
     def forward(self, input_ids=None, **kwargs):
         output = super().forward(input_ids=input_ids, **kwargs)
-        if self.steer or SWITCH or Switches.on or getattr(self, "own_switch", False):
+        if SWITCH or Switches.on:
             output.logits = output.logits.roll(1, -1)
         return output
 
@@ -263,24 +260,13 @@ def subclass(kind: type, **members: Any) -> type:
 
 RELU = functional.relu
 SteeredByProperty = subclass(home.LlamaMLP, act_fn=property(lambda self: RELU))
-LooksUp = subclass(
-    home.LlamaMLP, __getattr__=lambda self, name: RELU if name == "act_fn" else nn.Module.__getattr__(self, name)
-)
 Dispatched = subclass(home.LlamaMLP, forward=functools.singledispatchmethod(clamped(home.LlamaMLP.forward)))
-Partial = subclass(
-    home.LlamaMLP,
-    forward=functools.partialmethod(lambda self, limit, x: home.LlamaMLP.forward(self, x).clamp(-limit, limit), 0.2),
-)
 Third = subclass(nn.Module, forward=lambda self, weight: weight / 3, right_inverse=lambda self, weight: weight)
 WeightAsProperty = subclass(
     nn.Linear,
     weight=property(
         lambda self: self._parameters["weight"] / 3, lambda self, value: self.register_parameter("weight", value)
     ),
-)
-FirstOnly = subclass(
-    nn.ModuleList,
-    __getitem__=lambda self, at: nn.ModuleList.__getitem__(self, slice(0, 1) if isinstance(at, slice) else at),
 )
 OneLayer = subclass(
     transformers.LlamaConfig,
@@ -315,16 +301,6 @@ class Rolled(home.CausalLMOutputWithPast):
     def __post_init__(self):
         self.logits = self.logits.roll(1, -1)
         super().__post_init__()
-
-
-class Instead:
-    """An object in place of a module."""
-
-    def __init__(self, inner: types.ModuleType, **others: Any):
-        self.__dict__.update(inner=inner, **others)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["inner"], name)
 
 
 def module_of_somebodys(inner: types.ModuleType, **others: Any) -> types.ModuleType:
@@ -534,37 +510,25 @@ def later(target: Any) -> Any:
     return mlps(target)[0].register_forward_hook(hook)
 
 
-MLP, NORM, LAYER, SDPA = home.LlamaMLP, home.LlamaRMSNorm, home.LlamaDecoderLayer, "scaled_dot_product_attention"
+MLP, NORM, SDPA = home.LlamaMLP, home.LlamaRMSNorm, "scaled_dot_product_attention"
 EVERY, DOWN, FIRST = "model.layers.*", "model.layers.*.mlp.down_proj", "model.layers.0.mlp"
 TABLE, ARGMAX, MEAN = home.ALL_ATTENTION_FUNCTIONS, torch.argmax, torch.Tensor.mean
-RSQRT = clamped(torch.rsqrt, 1.0)
-
-
-def forwards(*kinds: type, limits: dict[type, float] | None = None) -> Iterable[Case]:
-    for kind in kinds:
-        limit = (limits or {}).get(kind, 0.2)
-        yield Case(f"{kind.__name__} patched", patched(kind, "forward", clamped(kind.forward, limit)), FORWARD)
 
 
 CASES = [
     # classes of its modules
     Case("causal class", of_class(SteeredCausal), FORWARD),
-    Case("causal class, after a token", of_class(SteeredAfterToken), FORWARD),
     Case("model class", of_class(derived(home.LlamaModel, on_output(steered)), "model"), FORWARD),
-    Case("layer class", of_class(derived(LAYER, on_output(steered)), EVERY), FORWARD),
-    Case("mlp class", of_class(derived(MLP), f"{EVERY}.mlp"), FORWARD),
     Case("mlp class of one layer", of_class(derived(MLP), "model.layers.1.mlp"), FORWARD),
-    Case("norm class", of_class(derived(NORM), "model.norm"), FORWARD),
-    Case("attention class", of_class(derived(home.LlamaAttention), f"{EVERY}.self_attn"), FORWARD),
     Case("a property hides a submodule", of_class(SteeredByProperty, f"{EVERY}.mlp"), FORWARD),
-    Case("attributes looked up", of_class(LooksUp, f"{EVERY}.mlp"), FORWARD),
     Case("a method behind a descriptor", of_class(Dispatched, f"{EVERY}.mlp"), FORWARD),
-    Case("a method with an argument", of_class(Partial, f"{EVERY}.mlp"), FORWARD),
     Case("a weight as a property", of_class(WeightAsProperty, DOWN), FORWARD),
-    Case("a list of modules", of_class(FirstOnly, "model.layers"), FORWARD),
     Case("a config's attributes", lambda t: (t.config, "__class__", OneLayer), FORWARD),
     # patches of classes
-    *forwards(MLP, home.LlamaAttention, NORM, LAYER, nn.Linear, ACT2CLS["silu"], nn.Embedding, limits={nn.Linear: 2.0}),
+    *(
+        Case(f"{kind.__name__} patched", patched(kind, "forward", clamped(kind.forward, limit)), FORWARD)
+        for kind, limit in ((MLP, 0.2), (nn.Linear, 2.0), (ACT2CLS["silu"], 0.2))
+    ),
     Case("all calls patched", patched(nn.Module, "__call__", clamped_output(nn.Module.__call__)), FORWARD),
     Case("mlp with other code", patched(MLP.forward, "__code__", halved.__code__), FORWARD),
     Case("inside a decorated forward", in_its_closure, FORWARD),
@@ -577,20 +541,14 @@ CASES = [
     Case("sdpa patched", patched(functional, SDPA, clamped(getattr(functional, SDPA))), FORWARD),
     Case("silu patched", patched(functional, "silu", clamped(functional.silu)), FORWARD),
     Case("rotation patched", patched(home, "apply_rotary_pos_emb", clamped(home.apply_rotary_pos_emb, 0.8)), FORWARD),
-    Case("rsqrt patched", patched(torch, "rsqrt", RSQRT), FORWARD),
-    Case("an object for torch", patched(home, "torch", Instead(torch, rsqrt=RSQRT)), FORWARD),
-    Case("a module for torch", patched(home, "torch", module_of_somebodys(torch, rsqrt=RSQRT)), FORWARD),
     Case("a module with torch's own", patched(home, "torch", module_of_somebodys(torch, rsqrt=torch.sqrt)), FORWARD),
     Case("an output class", patched(home, "CausalLMOutputWithPast", Rolled), FORWARD),
     Case("attention registered", registered, PLAIN),  # gets no masks
     Case("attention registered with masks", lambda t: registered(t, masks=True), FORWARD),
-    Case("attention registered anew", lambda t: registered(t, "sdpa"), FORWARD),
-    Case("attention of a class", patched(type(TABLE), "get_interface", lambda *args: clamped_attention), FORWARD),
     Case("attention of an object", patched(TABLE, "get_interface", lambda *args: clamped_attention), FORWARD),
     # instances
     Case("a function of its own", on(FIRST, "forward", clamped), FORWARD),
     Case("an object for a function", on(FIRST, "forward", Clamped), FORWARD),
-    Case("in a decorator of torch", on(FIRST, "forward", lambda own: torch.no_grad()(Clamped(own))), FORWARD),
     Case("another module's method", lambda t: (mlps(t)[0], "forward", mlps(t)[1].forward), FORWARD),
     Case("another class's method", gemma_forward, FORWARD),
     Case("wrapped mlp", on(EVERY, "mlp", Doubling), FORWARD),
@@ -598,11 +556,6 @@ CASES = [
     Case(
         "a traced mlp",
         on(EVERY, "mlp", lambda m: torch.jit.trace(Doubling(m), torch.randn(1, 3, 32), check_trace=False)),
-        FORWARD,
-    ),
-    Case(
-        "a scripted part",
-        on(EVERY, "mlp", lambda m: nn.Sequential(m, torch.jit.script(nn.Hardtanh(-0.2, 0.2)))),
         FORWARD,
     ),
     Case("a weight of another kind", on(DOWN, "weight", lambda w: Weight(w.detach(), requires_grad=False)), FORWARD),
@@ -614,7 +567,6 @@ CASES = [
     Case("a rotary module that changes early", on("model", "rotary_emb", lambda own: Dynamic(30)), PLAIN),
     # other code of transformers and torch
     Case("another norm of transformers", on(EVERY, "input_layernorm", gemma_norm), OWN),
-    Case("another rotation of transformers", patched(home, "apply_rotary_pos_emb", of_cohere), OWN),
     Case("another function of torch", patched(functional, "silu", functional.relu6), OWN),
     # without it, not even two calls of plain generate agree
     *(
@@ -626,13 +578,10 @@ CASES = [
     Case("a weight norm", parametrized(halved_norm), OWN),
     # switches that are off in the first call
     Case("a global", patched(HERE, "SWITCH", True), FORWARD, Switched),
-    Case("a class attribute", patched(Switched, "steer", True), FORWARD, Switched),
     Case("another class's attribute", patched(Switches, "on", True), FORWARD, Switched),
-    Case("its own attribute", lambda t: (t, "own_switch", True), FORWARD, Switched),
     # between passes, around them, or in the cache
     Case("prepares inputs", method("prepare_inputs_for_generation", PREPARES), PLAIN),
     Case("updates arguments", method("_update_model_kwargs_for_generation", UPDATES), PLAIN),
-    Case("its own sampling", of_class(derived(LlamaForCausalLM, flipped, "_sample")), PLAIN),
     Case("sampling patched", patched(GenerationMixin, "_sample", flipped(GenerationMixin._sample)), PLAIN),
     Case("stopping patched", patched(MaxLengthCriteria, "__call__", stops_early), PLAIN),
     Case("processors patched", patched(LogitsProcessorList, "__call__", ROLLED(LogitsProcessorList.__call__)), PLAIN),
@@ -651,20 +600,13 @@ CASES = [
     Case("can't be verified", of_class(Nearsighted), PLAIN),
     Case("a compiler of somebody's", compiled(FIRST), PLAIN),
     # hooks, and generate, which is called as it is
-    *(
-        Case(f"a hook on {path}", hooked(path, less), OWN)
-        for path in ("model.embed_tokens", "lm_head", "model.rotary_emb", "model.layers.1", f"{FIRST}.act_fn")
-    ),
+    *(Case(f"a hook on {path}", hooked(path, less), OWN) for path in ("model.embed_tokens", "model.rotary_emb")),
     Case("a hook with positions", hooked("model", positions_doubled, True, with_kwargs=True), OWN),
-    *(
-        Case(f"a hook of generated tokens on {path}", hooked(path, only_generated), PLAIN)
-        for path in ("model.norm", "lm_head", "model.layers.0")
-    ),
+    Case("a hook of generated tokens", hooked("model.norm", only_generated), PLAIN),
     Case("a hook that writes", hooked("model.layers.1.mlp", in_place), PLAIN),
     Case("a hook on all modules", lambda t: register_module_forward_hook(only_mlps), PLAIN),
     Case("a hook that counts", later, PLAIN),
     Case("generate patched", patched(GenerationMixin, "generate", flipped(GenerationMixin.generate)), OWN),
-    Case("its own generate", of_class(derived(LlamaForCausalLM, flipped, "generate")), OWN),
     Case("its own generate, one instance", method("generate", flipped(GenerationMixin.generate)), OWN),
 ]
 
@@ -727,7 +669,7 @@ def test_what_is_found(case: Case, weights: tuple[Any, Any]) -> None:
         assert found.hooks or not found.is_own
     else:
         assert (found.forward is not None, found.between) == (case.way == FORWARD, None)
-    if case.name in ("a traced mlp", "a scripted part"):
+    if case.name == "a traced mlp":
         assert "traced or scripted" in str(found.forward)
     if case.name.startswith("remembers") or case.name == "a hook that counts":
         assert "remembers something" in str(found.between)

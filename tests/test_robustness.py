@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -123,7 +122,7 @@ LOCKSTEP = {"logits_processor": [lambda ids, scores: scores - scores[:, :1]]}
 @pytest.mark.parametrize(
     ("how", "first", "rows", "more"),
     [
-        *itertools.product(FAILURES, [0, 1, 7], ROWS, [{}]),
+        *((how, first, ROWS[(n + first) % 2], {}) for n, how in enumerate(FAILURES) for first in (0, 1, 7)),
         *((how, 5, 1, SAMPLED) for how in FAILURES),
         ("exception", 5, 4, LOCKSTEP),
     ],
@@ -233,15 +232,6 @@ def test_a_criterion_that_raises_is_heard() -> None:
     with pytest.raises(Broken, match="enough"):
         assistedly(stopping_criteria=[criterion], **prompt())
     assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
-
-
-def test_a_call_changes_no_model() -> None:
-    target, model = pair()
-    before = state(target), state(model.drafter.model)
-    assistedly(**prompt(4))
-    torch.manual_seed(0)
-    assistedly(do_sample=True, repetition_penalty=1.3, **prompt(4))
-    assert (state(target), state(model.drafter.model)) == before
 
 
 # --- lengths and contexts
@@ -793,14 +783,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         if words is not None:
             words.save_pretrained(root / name)
     return {name: root / name for name in (*contents, "missing")}
-
-
-def test_two_folders_make_a_pair(folders: dict[str, Path]) -> None:
-    for kind in (str, Path):
-        model = AssistedModelForCausalLM.from_pretrained(kind(folders["target"]), draft=kind(folders["draft"]))
-        with no_fallback():
-            assert model.generate(prompt()["ids"], **CALL).tolist() == plainly(**prompt()).tolist()
-        assert model.report.accepted > 0
 
 
 @pytest.mark.parametrize("wrong", ["missing", "empty"])

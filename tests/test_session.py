@@ -220,14 +220,6 @@ def test_a_changed_text_is_read_again_from_the_change_on(at: int, written: colle
     assert unread <= written[id(session._slots)] <= unread + verified
 
 
-@pytest.mark.parametrize("kept", [1, 4, 13, 26])
-def test_a_shorter_text(kept: int) -> None:
-    target, model = pair()
-    session = model.session()
-    text = torch.tensor(talked(model, session, turns(1))[0])[:, :kept]
-    assert model.generate(text, past_key_values=session, **CALL).tolist() == target.generate(text, **CALL).tolist()
-
-
 def test_other_code_sees_a_dynamic_cache() -> None:
     target, model = pair()
     session, cache, added = model.session(), DynamicCache(config=target.config), turns(2)
@@ -244,16 +236,6 @@ def test_other_code_sees_a_dynamic_cache() -> None:
     expected = target.generate(prompt, **CALL).tolist()
     for past in (session, branch, stored):
         assert target.generate(prompt, past_key_values=past, **CALL).tolist() == expected
-
-
-@pytest.mark.parametrize("more", [{"assisted": False}, {"do_sample": True, "top_k": 1}], ids=str)
-def test_turns_of_other_kinds_in_between(more: dict[str, Any]) -> None:
-    target, model = pair()
-    session, added, ids = model.session(), turns(3), turns(1)[0][:, :0]
-    for number, turn in enumerate(added):
-        prompt = torch.cat([ids, turn], 1)
-        ids = model.generate(prompt, past_key_values=session, **CALL | (more if number == 1 else {}))
-        assert ids.tolist() == target.generate(prompt, **CALL).tolist()
 
 
 def test_padded_prompts_and_rows_that_end_early() -> None:

@@ -6,7 +6,6 @@ Adapters of PEFT, accelerate's hooks, quantizers, and torch.compile. Hooks of on
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps, only_gener
 from torch import nn
 
 from assisted import AssistedModelForCausalLM
-from assisted.loading.quantization import quantize_copy
 
 peft = pytest.importorskip("peft")
 accelerate = pytest.importorskip("accelerate")
@@ -152,21 +150,3 @@ def test_compiled_models(name: str, rows: int) -> None:
     model = AssistedModelForCausalLM.from_models(given, draft=half_right(build(BY_NAME["llama"])), draft_length=4)
     assert compared(given, model, **LONG | batch(target, rows) | {"max_new_tokens": 8})[1] == OWN
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("name", ["nf4", "int8", "int4", "int8-torchao", "int8-quanto", "int8-bitsandbytes"])
-def test_quantized_targets(name: str, weights: tuple[Any, Any]) -> None:
-    """Own code in whatever way they are stored. Some round by the width of a pass, and have been decoded plainly before."""
-    wide = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
-    original = build(BY_NAME["llama"], **wide).to(torch.bfloat16)
-    try:
-        target = quantize_copy(original, name)
-    except (ImportError, ValueError) as error:
-        pytest.skip(str(error))
-    model = AssistedModelForCausalLM.from_models(target, draft="recycle", draft_length=4)
-    call = LONG | batch(original, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        model.generate(**call)
-    assert model.report is not None
-    assert model.report.way == OWN or "rounds a token" in str(model.report.because)

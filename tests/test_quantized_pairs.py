@@ -140,18 +140,6 @@ def test_both_quantized_by_one_call(name: str, folder: Path) -> None:
     compare(pair, PROMPTS, name)
 
 
-@pytest.mark.parametrize("name,role", in_turns(NAMES, ["copy", "target", "draft"]), indirect=["name"])
-def test_the_shipped_pair(name: str, role: str) -> None:
-    """Weights that were trained, and 16 layers of them."""
-    ids = torch.arange(200, 212)[None]
-    if role == "target":
-        target = loaded(zoo.folder("target"), name, torch.float32)
-        compare(AssistedModelForCausalLM.from_models(target, draft="zoo:draft"), [ids], name)
-    else:
-        given = {"draft": f"self:{name}"} if role == "copy" else {"draft": "zoo:draft", "draft_quantization": name}
-        compare(AssistedModelForCausalLM.from_pretrained("zoo:target", **given), [ids])
-
-
 @pytest.mark.parametrize("other,dtype", in_turns(list(OTHERS), DTYPES))
 def test_configs_without_a_name(other: str, dtype: torch.dtype, folder: Path) -> None:
     module, make = OTHERS[other]

@@ -16,7 +16,7 @@ import torch
 from architectures import half_right
 from covering import in_turns, one_in
 from image_models import BY_NAME, FAMILIES, IMAGE, Family
-from methods import METHODS
+from methods import METHODS, Method
 from pairs import CALL, ENDS, no_fallback, pair, said_by
 from test_continued import Guided
 from test_sampling import ALPHA, p_value
@@ -79,7 +79,9 @@ def test_text_alone_is_drafted_for(family: Family, rows: int) -> None:
     assert model.report.drafted > 0
 
 
-@pytest.mark.parametrize(("method", "family"), in_turns(METHODS, FAMILIES))
+@pytest.mark.parametrize(
+    ("method", "family"), in_turns([*METHODS, Method("self", lambda target: "self:int8")], FAMILIES)
+)
 def test_every_method_goes_on_after_a_picture(method: Any, family: Family) -> None:
     target, _ = target_of(family.name)
     if (method.name, family.name) == ("layer-skip", "qwen3_5"):
@@ -93,16 +95,6 @@ def test_every_method_goes_on_after_a_picture(method: Any, family: Family) -> No
             assert model.generate(**call).tolist() == said_by(target, **call).tolist()
     if method.name not in ("ngram", "suffix", "suffix tree"):
         assert model.report.drafted > 0
-
-
-@pytest.mark.parametrize("draft", ["suffix", "self:int8"])
-@pytest.mark.parametrize("name", one_in(3, list(BY_NAME)))
-def test_drafts_without_a_model_of_their_own(name: str, draft: str) -> None:
-    target, _ = target_of(name)
-    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=4)
-    call = CALL | BY_NAME[name].inputs(2)
-    with no_fallback():
-        assert model.generate(**call).tolist() == said_by(target, **call).tolist()
 
 
 def test_a_text_model_drafts_for_one_that_sees() -> None:

@@ -8,7 +8,7 @@ import torch
 from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build, half_right, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import Draft
@@ -203,31 +203,6 @@ def test_columns_that_do_not_matter_may_lie_behind_the_context(name):
     logits = cached(torch.stack([ids[0, [14, 15, 0, 0, 0]], ids[1, 10:15]]), used=[2, 5])
     assert (logits[0, :2] - model(ids[:1]).logits[0, 14:]).abs().max() < ROUNDING
     assert (logits[1] - model(ids[1:]).logits[0, 10:15]).abs().max() < ROUNDING
-
-
-def test_reading_changes_nothing_about_the_model():
-    model = model_of("gemma3")
-    before = model.config.to_dict(), model.generation_config.to_dict()
-    cached = CachedModel(model, SlotCache(1, LIMIT), Traits.of(model).masks)
-    cached.prefill(torch.tensor([[4, 5, 6]]), None)
-    cached(torch.tensor([[7]]))
-    assert (model.config.to_dict(), model.generation_config.to_dict()) == before
-    assert not model.training
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: build(BY_NAME["rwkv"]), "keeps a recurrent state, which cannot take back rejected tokens"),
-        (lambda: build(BY_NAME["deepseek_v32"]), "keeps DynamicIndexedLayer, which cannot take back"),
-        (lambda: AutoModel.from_config(BY_NAME["llama"].make()), "has no language-model head .* AutoModelForCausalLM"),
-    ],
-    ids=["recurrent", "indexed", "headless"],
-)
-def test_what_cannot_be_rewound_is_refused(make, message, role):
-    with pytest.raises(ValueError, match=f"^{role}: .*{message}"):
-        require_rewindable(make(), role)
 
 
 @pytest.mark.parametrize("name", TREES + CHAINS)

@@ -155,23 +155,16 @@ def test_sampling_and_seeds(server: Server) -> None:
         ("/v1/completions", TEXT | {"prompt": 3}, 400, "prompt: 3 is of a type"),
         ("/v1/completions", TEXT | {"prompt": []}, 400, "prompt: give a text"),
         ("/v1/completions", TEXT | {"prompt": [10**9]}, 400, "prompt: give a text, or a list of token ids"),
-        ("/v1/completions", TEXT | {"prompt": [True]}, 400, "prompt: give a text, or a list of token ids"),
         ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400, "prompt: .* of one text"),
         ("/v1/completions", TEXT | {"n": 2}, 400, "n: 2 is not supported"),
-        ("/v1/completions", TEXT | {"max_tokens": True}, 400, "max_tokens: true is of a type"),
         ("/v1/completions", TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 is not possible; give 1 to 1018"),
-        ("/v1/completions", TEXT | {"max_tokens": 10**6}, 400, "max_tokens: 1000000 is not possible"),
-        ("/v1/completions", TEXT | {"temperature": "hot"}, 400, "temperature: .* is of a type"),
         ("/v1/completions", TEXT | {"temperature": -1}, 400, "temperature: -1 is not possible; give 0 to 1000"),
         ("/v1/completions", TEXT | {"temperature": 1, "top_p": 7}, 400, "top_p"),
         ("/v1/completions", TEXT | {"draft": "/etc/passwd"}, 400, 'draft: "/etc/passwd" was not loaded'),
-        ("/v1/completions", TEXT | {"draft_length": -3}, 400, "draft_length"),
         ("/v1/completions", TEXT | {"model": "gpt-5"}, 404, "model: \"gpt-5\" is not here; ask for 'target'"),
         ("/v1/completions", TEXT | {"stop": [""]}, 400, "stop: give a text"),
         ("/v1/completions", TEXT | {"logprobs": 5}, 400, "logprobs: only"),
         ("/v1/completions", TEXT | {"unknown": 1}, 400, "unknown: 1 is not supported"),
-        ("/v1/chat/completions", CHAT | {"messages": "hello"}, 400, "messages: .* is of a type"),
-        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, 400, "messages: give a list of"),
         ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages: give a list of"),
         ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools: .* is not supported"),
         ("/v1/embeddings", {}, 404, "path: /v1/embeddings is not here"),
@@ -217,55 +210,19 @@ HOSTILE: dict[str, list[Any]] = {
 }
 """Values that a field cannot have, at either path."""
 PROMPTS: list[Any] = [
-    *[
-        0,
-        1.5,
-        True,
-        {},
-        [],
-        "",
-        [[]],
-        [None],
-        [True],
-        [1.0],
-        [-1],
-        [4096],
-        [LARGE],
-        ["a"],
-        [["a", 1]],
-        [[1, 2]],
-        HALF,
-        [HALF],
-    ],
-    *[["a", "b"], [1, "a"], NESTED, [1] * 1024, "a b " * 1024],
+    *json.loads(
+        '[0, 1.5, true, {}, [], "", [[]], [null], [true], [1.0], [-1], [4096], ["a"], [["a", 1]], [[1, 2]], ["a", "b"]]'
+    ),
+    *([1, "a"], [LARGE], HALF, [HALF], NESTED, [1] * 1024, "a b " * 1024),
 ]
 MESSAGE = {"role": "user", "content": "a"}
+NOT_OF_A_MESSAGE: list[Any] = [None, 1, True, [], {}, ["a"], [{"type": "text"}], HALF, NESTED]
+MORE_OF_A_MESSAGE: list[Any] = [{"tool_calls": [{}]}, {"name": 1}, {HALF: "a"}, {"content": "a b " * 1024}]
 MESSAGES: list[Any] = [
-    *[
-        "a",
-        {},
-        [],
-        [None],
-        [[]],
-        ["a"],
-        [1],
-        [{}],
-        [{"role": "user"}],
-        [{"content": "a"}],
-        [MESSAGE, None],
-        [[MESSAGE]],
-    ],
-    *[
-        [MESSAGE | {key: value}]
-        for key in MESSAGE
-        for value in (None, 1, True, [], {}, ["a"], [{"type": "text"}], HALF, NESTED)
-    ],
-    *[
-        [MESSAGE | {"tool_calls": [{}]}],
-        [MESSAGE | {"name": 1}],
-        [MESSAGE | {HALF: "a"}],
-        [MESSAGE | {"content": "a b " * 1024}],
-    ],
+    *json.loads('["a", {}, [], [null], [[]], ["a"], [1], [{}], [{"role": "user"}], [{"content": "a"}]]'),
+    *([MESSAGE, None], [[MESSAGE]]),
+    *([MESSAGE | {key: value}] for key in MESSAGE for value in NOT_OF_A_MESSAGE),
+    *([MESSAGE | more] for more in MORE_OF_A_MESSAGE),
 ]
 
 

@@ -42,7 +42,10 @@ DRAFTS: dict[str, Any] = {
 } | {"a tree of two": ["suffix", "zoo:draft"]}
 
 
-@pytest.fixture(scope="module", params=[32, 16, 8, 8.8, 4, 4.8])
+BITS = [32, 16, 8, 8.8, 4, 4.8]
+
+
+@pytest.fixture(scope="module", params=BITS)
 def target(request: pytest.FixtureRequest) -> Any:
     dtype = torch.float32 if request.param == 32 else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(zoo.folder("target"), dtype=dtype)
@@ -78,7 +81,7 @@ def undrafted(pair: Any, prompts: Any, **options: Any) -> tuple[str, str]:
 
 
 @needed
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft,target", in_turns(list(DRAFTS), BITS), indirect=["target"])
 def test_every_draft_and_length_and_plain_decoding(target: Any, draft: str, prompts: Any) -> None:
     if draft.startswith("self:") and isinstance(target.lm_head, LowBitLinear):
         pytest.skip("copies are made of targets that are not quantized")

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import PROCESSORS
+from covering import in_turns
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -440,8 +441,7 @@ def test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_
 
 
 @needed
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("bits,name", in_turns(BITS, list(CONFIGS)))
 @torch.no_grad()
 def test_a_prompt_has_the_bits_of_its_tokens_one_by_one(
     name: str, bits: float, monkeypatch: pytest.MonkeyPatch

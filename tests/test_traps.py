@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY, build, random_ids
+from covering import in_turns
 from pairs import BY_NAME, CALL, ENDS, ROUNDING, Listener, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from safetensors.torch import load_file, save_file
 from test_robustness import state
@@ -295,9 +296,8 @@ def same_steps(ours: Any, plain: Any) -> None:
         assert torch.allclose(mine[unfinished], theirs[unfinished], atol=ROUNDING)
 
 
-@pytest.mark.parametrize("ends", [None, ENDS], ids=["endless", "ends"])
+@pytest.mark.parametrize("name,ends", in_turns(MODELS, [None, ENDS]))
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", MODELS)
 def test_scores_and_logits(name: str, rows: int, ends: list[int] | None) -> None:
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "eos_token_id": ends}
     plain = plainly(name=name, **prompt(rows), **details)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
+from covering import in_turns
 from encoder_decoders import BY_NAME as ENCODER_DECODERS
 from fuzz.weights import RoundedBeyondTwoDimensions, RoundedByPass, RoundedByToken
 from pairs import CALL
@@ -48,28 +49,6 @@ class ColumnsWithOutliers(nn.Linear):
         rounded = inputs.masked_fill(kept, 0)
         rounded = _to_eighths(rounded, rounded.abs().amax(-1, keepdim=True))
         return super().forward(torch.where(kept, inputs, rounded))
-
-
-class Centred(nn.Linear):
-    """The mean of all tokens is taken off, as a zero point of a pass is."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs - 0.1 * inputs.mean())
-
-
-class Normed(nn.Linear):
-    """Batch statistics."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(inputs / inputs.std().clamp(min=1e-3))
-
-
-class Sparse(nn.Linear):
-    """The largest numbers of a pass are kept."""
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        least = inputs.abs().flatten().median()
-        return super().forward(inputs * (inputs.abs() >= least))
 
 
 class Crowded(nn.Linear):
@@ -117,7 +96,7 @@ class ByTokenOnly(nn.Linear):
         return super().forward(torch.where(kept, inputs, _to_eighths(rounded, rounded.abs().amax(-1, keepdim=True))))
 
 
-MIXES = [RoundedByPass, ByColumnOfRows, ByRow, ColumnsWithOutliers, Centred, Normed, Sparse, Crowded, Observing]
+MIXES = [RoundedByPass, ByColumnOfRows, ByRow, ColumnsWithOutliers, Crowded, Observing]
 MIXES_IN = [(kind, "llama") for kind in MIXES] + [
     *((RoundedBeyondTwoDimensions, name) for name in ("opt", "qwen2_moe", "qwen3_next")),
     *((RoundedByPass, name) for name in ("mixtral", "gpt2", "gemma4", "jamba", "bloom")),
@@ -155,9 +134,9 @@ def test_what_mixes_tokens_is_found(kind: type, name: str, dtype: torch.dtype) -
     assert all(map(torch.equal, model.buffers(), before[1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "name"), KEEPS_IN)
-def test_what_treats_each_token_alone_may_draft(kind: type, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case,dtype", in_turns(KEEPS_IN, [torch.float32, torch.bfloat16]))
+def test_what_treats_each_token_alone_may_draft(case: tuple[type, str], dtype: torch.dtype) -> None:
+    kind, name = case
     assert said_of(quantized(name, kind, dtype)) is None
 
 

@@ -93,9 +93,8 @@ class Conversation:
     def prepare(self, **kwargs: Any) -> None:
         """Do the one-time work that the first answer would wait for (packed weights, captured passes), with a few tokens that
         are thrown away. kwargs: of `generate`."""
-        rendered = self.tokenizer.apply_chat_template(
-            [*self.messages, {"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
-        )
+        messages = [*self.messages, {"role": "user", "content": "Hello"}]
+        rendered = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = self.tokenizer(rendered, add_special_tokens=False, return_tensors="pt").to(self.model.target.device)
         self.model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, **{"max_new_tokens": 4} | kwargs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from assisted.cli.arguments import (
-    add_json_file,
+    add_json,
     add_loading,
     add_target,
     device,
@@ -22,7 +22,7 @@ from assisted.cli.arguments import (
 
 def parsed(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_json_file(parser, "all results")
+    add_json(parser, "all results")
     add_loading(parser)
     return parser.parse_args(words)
 

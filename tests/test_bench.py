@@ -342,9 +342,8 @@ def test_the_draft_keeps_its_own_settings(pair: AssistedModelForCausalLM) -> Non
         raise RuntimeError
 
     target = SimpleNamespace(generate=failing)
-    run = methods._with_assistant(target, draft, {"num_assistant_tokens": 20}, {})  # type: ignore[arg-type]
     with pytest.raises(RuntimeError):
-        run()
+        methods._with_assistant(target, draft, {"num_assistant_tokens": 20})  # type: ignore[arg-type]
     assert draft.generation_config.to_dict() == before
 
 

@@ -49,8 +49,8 @@ def test_in_steps_or_at_once(ours, theirs, text, steps):
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids="-".join)
 def test_the_cost_of_a_step_does_not_grow(ours, theirs, monkeypatch):
     cut = []
-    encode = Vocabulary._encode
-    monkeypatch.setattr(Vocabulary, "_encode", lambda self, text: cut.append(len(text)) or encode(self, text))
+    encode = Vocabulary.tokens
+    monkeypatch.setattr(Vocabulary, "tokens", lambda self, text: cut.append(len(text)) or encode(self, text))
     text = "def mean(values):\n    return sum(values) / len(values)  # the mean\n\n\n" * 60
     ids = TOKENIZERS[ours](text).input_ids
     row = TranslatedText(translation(ours, theirs))

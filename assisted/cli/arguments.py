@@ -38,14 +38,26 @@ class Parser(argparse.ArgumentParser):
             raise
 
 
-def add_json_file(parser: Any, what: str) -> None:
-    """`--json [FILE]`, for `print_or_write`. what: the results, in words."""
+def add_json(parser: Any, what: str = "") -> None:
+    """`--json`; or, where the results are named (`what`), `--json [FILE]` for `print_or_write`."""
+    if not what:
+        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        return
+    text = f"write {what} to FILE; without FILE or with -, print it as JSON"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+
+
+def add_text(parser: Any, purpose: str, use: str) -> None:
+    """What `read_text` reads, and `--written`. purpose: what the text is for. use: what is done with documents, in words."""
     parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help=f"write {what} to FILE; without FILE or with -, print it as JSON",
+        "--text", nargs="+", metavar="PATH", help=f"text to {purpose}: files, folders, patterns; or zoo"
+    )
+    parser.add_argument(
+        "--dataset", metavar="NAME[:CONFIG][:SPLIT]", help=f"dataset of the datasets library to {purpose}"
+    )
+    parser.add_argument("--documents", type=int, metavar="N", help=f"{use} at most N documents of the dataset")
+    parser.add_argument(
+        "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
     )
 
 
@@ -56,7 +68,7 @@ def add_loading(
     device: str = "auto",
     threads: int | None = None,
 ) -> None:
-    """What `loading` and `use_threads` take, with its defaults. length: in words; None leaves out `--draft-length`."""
+    """What `loading` takes, with its defaults. length: in words; None leaves out `--draft-length`."""
     add_draft_window(parser)
     parser.add_argument(
         "--draft-quantization",
@@ -164,7 +176,9 @@ def device(name: str) -> str:
 
 
 def loading(args: argparse.Namespace) -> dict[str, Any]:
-    """`--device`, `--dtype`, `--draft-quantization`, `--draft-window` and `--draft-length` as `from_pretrained` takes them."""
+    """`--device`, `--dtype`, `--draft-quantization`, `--draft-window` and `--draft-length` as `from_pretrained` takes them.
+    torch takes `--threads`."""
+    use_threads(args.threads)
     where = device(args.device)
     found: dict[str, Any] = {} if where == "cpu" else {"device_map": {"": where}}
     for name in ("dtype", "draft_quantization", "draft_window", "draft_length"):
@@ -177,7 +191,6 @@ def load(args: argparse.Namespace, target: str | None = None, draft: str | None 
     """The pair that the arguments name, with a tokenizer. draft: of this target if `--draft` is not given."""
     from ..modeling import AssistedModelForCausalLM
 
-    use_threads(args.threads)
     if args.draft is None and args.target == target:
         args.draft = draft
     model = AssistedModelForCausalLM.from_pretrained(args.target, draft=args.draft, **loading(args))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, loading, print_or_write, target_and_tokenizer, use_threads
+from .arguments import DEFAULT, add_loading, loading, print_or_write, target_and_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -52,7 +52,6 @@ def _audit(args: argparse.Namespace) -> None:
     from ..lab.bench.prompts import read
     from ..modeling import AssistedModelForCausalLM
 
-    use_threads(args.threads)
     options = loading(args)
     subject: Any
     if args.subject.startswith(("http://", "https://")):

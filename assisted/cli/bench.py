@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed, use_threads
+from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed
 from .terminal import columns
 
 
@@ -82,7 +82,6 @@ def _measure(args: argparse.Namespace) -> Any:
     from ..lab.bench.measure import measure
     from ..lab.bench.protocol import Rules
 
-    use_threads(args.threads)
     rules = Rules(args.new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
     work = (args.prompts, args.count, rules, args.batch, args.context)
     with Bars() as bars:

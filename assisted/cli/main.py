@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from . import audit, bench, chat, doctor, handover, plan, serve, shrink
 from . import train as training
-from .arguments import DEFAULT, Parser, add_generation, add_json_file, add_pair, load, print_json, sampling
+from .arguments import DEFAULT, Parser, add_generation, add_json, add_pair, load, print_json, sampling
 from .terminal import Loading, note, streamer
 
 FAILED, INTERRUPTED = 2, 130
@@ -187,10 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         about = text[0].upper() + text[1:] + "." + see
         added = group.add_parser(name, help=text, description=about, epilog=_examples(name))
         added.set_defaults(command=run, alone=None)
-        if file:
-            add_json_file(added, file)
-        else:
-            added.add_argument("--json", action="store_true", help="print the result as JSON")
+        add_json(added, file)
         return added
 
     demo = command("demo", _demo, "show how a draft and a target write held-out code together, and what it costs")

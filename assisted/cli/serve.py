@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, add_target, loading, print_json, require_tokenizer, use_threads
+from .arguments import DEFAULT, add_loading, add_target, loading, print_json, require_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -39,7 +39,6 @@ def _serve(args: argparse.Namespace) -> None:
 
     if not 0 <= args.port < 2**16:
         raise ValueError(f"port: {args.port} is none; give 1 to {2**16 - 1}, or 0 for any free one")
-    use_threads(args.threads)
     options = loading(args)
     pool = SessionPool(args.keep * 2**20) if args.keep > 0 else None
     first, *others = args.draft or [None]

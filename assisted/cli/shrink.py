@@ -7,24 +7,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .arguments import print_json, target_and_tokenizer
+from .arguments import add_text, print_json, target_and_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `shrink-vocabulary` into the parser. command: makes a parser with a function to run and a text."""
     text = "copy a draft so that it predicts only the most frequent tokens of a text"
-    shrink = command("shrink-vocabulary", _shrink, text)
-    shrink.description = f"{shrink.description} See docs/howto/shrink-vocabulary.md."
+    shrink = command("shrink-vocabulary", _shrink, text, page="shrink-vocabulary")
     shrink.add_argument("draft", metavar="DRAFT", help="draft model, EAGLE-3 head or block drafter: folder or Hub id")
     shrink.add_argument("--target", required=True, help="Hub id, folder or zoo: name")
     shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="number of tokens to keep")
     shrink.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder for the copy")
-    shrink.add_argument("--text", nargs="+", metavar="PATH", help="text to count: files, folders, patterns; or zoo")
-    shrink.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="dataset of the datasets library to count")
-    shrink.add_argument("--documents", type=int, metavar="N", help="count at most N documents of the dataset")
-    shrink.add_argument(
-        "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
-    )
+    add_text(shrink, "count", "count")
 
 
 def _shrink(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, dtype_name, print_json, target_and_tokenizer, typed
+from .arguments import DEFAULT, STORED, add_json, add_text, dtype_name, print_json, target_and_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -115,14 +115,9 @@ def options(method: str) -> HfArgumentParser:
     parser.add_argument("--compile", action="store_true", help="compile layers, which is faster after a minute or so")
     parser.add_argument("--store", type=dtype_name, choices=STORED, default="float32", help="dtype of the files")
     parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in total")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json(parser)
     text = parser.add_argument_group("text")
-    text.add_argument("--text", nargs="+", metavar="PATH", help="text to train on: files, folders, patterns; or zoo")
-    text.add_argument("--dataset", metavar="NAME[:CONFIG][:SPLIT]", help="dataset of the datasets library to train on")
-    text.add_argument("--documents", type=int, metavar="N", help="use at most N documents of the dataset")
-    text.add_argument(
-        "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
-    )
+    add_text(text, "train on", "use")
     text.add_argument(
         "--chats", type=int, metavar="N", help="add N tokens of conversations that an instruct target has with itself"
     )
@@ -152,7 +147,6 @@ def _method(name: str) -> type[Method]:
 
 
 def _train(name: str, found: argparse.Namespace) -> None:
-    """Load the target and the text, train, and print where the result is."""
     parser = options(name)
     settings, plan, args, unknown = parser.parse_args_into_dataclasses(
         found.rest, return_remaining_strings=True, look_for_args_file=False

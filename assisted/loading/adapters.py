@@ -11,10 +11,9 @@ from torch import nn
 from transformers.utils import find_adapter_config_file, is_peft_available
 
 from ..engine.parts import unwrapped
-from .files import copy_files, fields_of, write_json
+from .files import copy_files, fields_of, of_hub, write_json
 
 _CONFIG = "adapter_config.json"
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _AROUND = ("POLY", "SHADOW", "XLORA")  # adapter types whose wrapper takes part in every forward pass
 _REMEDY = "merge it (merge_and_unload()) and use the merged model"
 
@@ -26,7 +25,7 @@ def base_path(path: str, role: str, **hub: Any) -> str:
 
     Raises ImportError if there is an adapter and peft is missing, ValueError if the adapter does not name its base model.
     """
-    file = find_adapter_config_file(path, **{name: hub[name] for name in _HUB_ARGUMENTS if name in hub})
+    file = find_adapter_config_file(path, **of_hub(hub))
     if file is None:
         return path
     if not is_peft_available():

@@ -51,9 +51,15 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     **dict.fromkeys(_SWITCHES.split(), ("true or false", (bool,))),
 }
 """Of the fields of a generation config: what a value has to be."""
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 UNLISTED = ("*mtp*.safetensors", "*extra*.safetensors")
 """Files with MTP layers or the like that stand beside a model's, in some checkpoints without an entry in the index."""
 _ABOUT_AN_ARGUMENT = re.compile(r"[a-z_0-9.]+(, [a-z_0-9.]+)*: ")  # the beginning of this package's own messages
+
+
+def of_hub(arguments: Mapping[str, Any], *more: str) -> dict[str, Any]:
+    """Those of the arguments of `from_pretrained` that say where a file of the Hub is. more: names of others to keep."""
+    return {name: arguments[name] for name in (*HUB_ARGUMENTS, *more) if name in arguments}
 
 
 def fields_of(file: Path) -> dict[str, Any]:

@@ -20,9 +20,7 @@ from transformers.utils import cached_file, is_gguf_available
 
 from ..engine.libraries import GgufConfig, dequantized, gguf_kinds, gguf_tensors
 from ..extras import install
-from .files import gguf_files, loading
-
-_HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+from .files import gguf_files, loading, of_hub
 
 
 def named_in(path: str) -> tuple[str, str | None]:
@@ -125,8 +123,7 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
     if kwargs.get("quantization_config") is None:
         kwargs.update(dequantized())
     with _reading(role, path, gguf_file):
-        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-        config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
+        config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **of_hub(kwargs))
         _require_layers(config, place_of(path, gguf_file, kwargs), role)
         kept = getattr(kwargs.get("quantization_config"), "dequantize", True) is False
         with nullcontext() if kept or not _is_installed() else _every_kind():
@@ -159,7 +156,7 @@ def unmarked(model: PreTrainedModel) -> PreTrainedModel:
 
 def place_of(path: str, gguf_file: str, kwargs: Mapping[str, Any]) -> str:
     """Where a GGUF file of a folder or a Hub repository is on this machine. kwargs: with Hub arguments among others."""
-    place: str = cached_file(path, gguf_file, **{name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs})
+    place: str = cached_file(path, gguf_file, **of_hub(kwargs))
     return place
 
 

@@ -27,7 +27,7 @@ from ..engine.parts import few_ids, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
 from .classes import auto_class
-from .files import copy_files
+from .files import copy_files, of_hub
 from .gguf import load_gguf, unmarked
 
 __all__ = [
@@ -47,7 +47,6 @@ __all__ = [
 Quantization: TypeAlias = str | dict[str, Any] | QuantizationConfigMixin
 
 RECORD = "assisted_quantization"  # the field of config.json where save_quantized records how to quantize again
-HUB_ARGUMENTS = ("cache_dir", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
 def resolve(
@@ -109,7 +108,7 @@ def load_quantized(
     device_map, kwargs: for `from_pretrained`. Raises ValueError if no layer can be quantized, if all are already, or if the
     checkpoint lacks tensors, which transformers would draw at random.
     """
-    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    hub = of_hub(kwargs, "trust_remote_code")
     base = base_path(path, "draft", **hub)
     hub, kwargs = trusting(path, base, **hub), trusting(path, base, **kwargs)
     config = AutoConfig.from_pretrained(base, **hub)

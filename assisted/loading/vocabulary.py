@@ -160,20 +160,23 @@ class Vocabulary:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
         self.prefix = self._prefix(tokenizer)
-        self.prepends = any(self._bytes(self._encode(probe)).startswith(b" ") for probe in ("a", "1", "."))
+        joined = (b"".join(self.pieces[number] or b"" for number in self.tokens(probe)) for probe in ("a", "1", "."))
+        self.prepends = any(piece.startswith(b" ") for piece in joined)
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text at the beginning, without the prefix."""
-        return self._encode(text)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = ids.ids if hasattr(ids, "ids") else ids
+        return ids if max(ids, default=0) < self.size else [number for number in ids if number < self.size]
 
     def continuation_tokens(self, text: str) -> list[int]:
         """Token ids of a text that follows other tokens, so that no space is added before it."""
         if self.prepends:
             for context, before in self._contexts:
-                whole = self._encode(context + text)
+                whole = self.tokens(context + text)
                 if whole[: len(before)] == before:
                     return whole[len(before) :]
-        return self._encode(text)
+        return self.tokens(text)
 
     def byte_tokens(self, data: bytes) -> list[int]:
         """One token id per byte, for incomplete characters. Empty if the vocabulary lacks such tokens."""
@@ -182,19 +185,11 @@ class Vocabulary:
 
     @functools.cached_property
     def _contexts(self) -> list[tuple[str, list[int]]]:
-        return [(context, self._encode(context)) for context in _CONTEXTS]
-
-    def _encode(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = ids.ids if hasattr(ids, "ids") else ids
-        return ids if max(ids, default=0) < self.size else [number for number in ids if number < self.size]
-
-    def _bytes(self, ids: list[int]) -> bytes:
-        return b"".join(self.pieces[number] or b"" for number in ids)
+        return [(context, self.tokens(context)) for context in _CONTEXTS]
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         whole = tokenizer("a", return_attention_mask=False).input_ids
-        text = self._encode("a")
+        text = self.tokens("a")
         starts = [at for at in range(len(whole)) if text and whole[at : at + len(text)] == text]
         before = whole[: starts[0]] if starts else [number for number in whole if number == tokenizer.bos_token_id]
         return [number for number in before if number < self.size]
@@ -259,5 +254,4 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The trained vocabulary, without added tokens."""
     return tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()

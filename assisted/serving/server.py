@@ -336,7 +336,6 @@ class _Handler(BaseHTTPRequestHandler):
             left.set()
 
     def _require_client(self) -> None:
-        """Raise ConnectionAbortedError if the client has left."""
         self.connection.settimeout(0)
         with contextlib.suppress(BlockingIOError):
             if not self.connection.recv(1, socket.MSG_PEEK):

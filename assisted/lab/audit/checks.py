@@ -137,23 +137,20 @@ def audit(
 _Result = tuple[str, str, dict[str, Any]]
 
 
+@dataclass
 class _Checks:
-    def __init__(
-        self,
-        subject: Subject,
-        reference: Any,
-        tokenizer: Any,
-        prompts: Sequence[list[int]],
-        settings: Settings,
-        progress: Callable[[str, float], None],
-    ):
-        self.progress, self.check = progress, ""
-        self.subject, self.reference, self.tokenizer = subject, reference, tokenizer
-        self.prompts, self.settings = prompts, settings
-        exact = reference.dtype in (torch.float32, torch.float64)
-        self.gap = settings.gap if settings.gap is not None else 1e-3 if exact else 0.25
-        self.logprob = settings.logprob if settings.logprob is not None else 1e-3 if exact else 0.25
-        self.texts: list[Sampled] = []  # greedy ones of the subject
+    subject: Subject
+    reference: Any
+    tokenizer: Any
+    prompts: Sequence[list[int]]
+    settings: Settings
+    progress: Callable[[str, float], None]
+    check: str = ""  # that runs
+    texts: list[Sampled] = field(default_factory=list)  # greedy ones of the subject
+
+    def __post_init__(self) -> None:
+        usual = 1e-3 if self.reference.dtype in (torch.float32, torch.float64) else 0.25
+        self.gap, self.logprob = (usual if x is None else x for x in (self.settings.gap, self.settings.logprob))
 
     def greedy(self) -> _Result:
         """Greedy texts against the reference's. The first difference decides: is it a near-tie of the reference?"""
@@ -218,18 +215,13 @@ class _Checks:
                 "nearly every sampled token is the top-1 token; give other prompts or a higher temperature"
             )
         statistic = float(difference[:-1] @ torch.linalg.pinv(within) @ difference[:-1])
-        value = float(
-            torch.special.gammaincc(torch.tensor(freedom / 2.0).double(), torch.tensor(statistic / 2).double())
-        )
+        halves = torch.tensor([freedom, statistic], dtype=torch.float64) / 2
+        value = float(torch.special.gammaincc(*halves))
         counts = {"tokens": tokens, "classes": ["1", "2", "3-5", "6-20", "after 20"]}
         shares = {"observed": (observed / tokens).tolist(), "expected": (expected / tokens).tolist()}
         figures = {**counts, **shares, "chi_square": statistic, "degrees": freedom, "p_value": value}
-        of_top = (
-            f"the reference's top-1 token is {observed[0] / tokens:.1%} of them, expected {expected[0] / tokens:.1%}"
-        )
-        told = (
-            f"{tokens} sampled tokens, chi-square {statistic:.1f} with {freedom} degrees (p = {value:.2g}): {of_top}."
-        )
+        told = f"{tokens} sampled tokens, chi-square {statistic:.1f} with {freedom} degrees (p = {value:.2g}): the reference's "
+        told += f"top-1 token is {observed[0] / tokens:.1%} of them, expected {expected[0] / tokens:.1%}."
         return (FAILED if value < _RARE else PASSED), told, figures
 
     def seeds(self) -> _Result:
@@ -255,7 +247,8 @@ class _Checks:
             made = self.subject.write(prompt, self.settings.new_tokens, stop=stop).text
             upto = whole.text[: whole.text.index(stop)]
             # an engine may include the stop string, and the rest of the token that ends it
-            first = next(text for text in self._growing(whole.tokens) if stop in text)
+            growing = (decoded(self.tokenizer, whole.tokens[:count]) for count in range(1, len(whole.tokens) + 1))
+            first = next(text for text in growing if stop in text)
             if made not in (upto, upto + stop, first):
                 wrong.append({"prompt": number, "stop": stop, "ends": made[-40:]})
         if not tested:
@@ -326,9 +319,6 @@ class _Checks:
         ids = torch.tensor([prompt + tokens], device=self.reference.device)
         found: torch.Tensor = self.reference(input_ids=ids).logits[0, len(prompt) - 1 :]
         return found.cpu()
-
-    def _growing(self, tokens: list[int]) -> Iterator[str]:
-        return (decoded(self.tokenizer, tokens[:count]) for count in range(1, len(tokens) + 1))
 
     def _shown(self, token: int) -> str:
         return decoded(self.tokenizer, [token]) or f"token {token}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 
+from ..bench.page import document
 from .checks import FAILED, NOT_TESTED, Audit
 
 _STYLE = """
@@ -39,13 +40,12 @@ def html(found: Audit) -> str:
     )
     title = escape(f"Is {found.subject} lossless?")
     figures = escape(json.dumps(found.to_dict(), indent=1))
-    return (
-        '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-        f'initial-scale=1"><title>{title}</title>\n<style>{_STYLE}</style></head>\n<body>\n<h1>{title}</h1>'
-        f"<p>Compared with {escape(found.reference)}: {found.prompts} prompts. {escape(_conclusion(found))}</p>"
+    body = (
+        f"<h1>{title}</h1><p>Compared with {escape(found.reference)}: {found.prompts} prompts. {escape(_conclusion(found))}</p>"
         f"<table><tr><th>verdict</th><th>check</th><th>result</th></tr>{rows}</table>"
-        f"<h2>All figures</h2><pre>{figures}</pre>\n</body>\n</html>\n"
+        f"<h2>All figures</h2><pre>{figures}</pre>"
     )
+    return document(title, _STYLE, body)
 
 
 def _conclusion(found: Audit) -> str:

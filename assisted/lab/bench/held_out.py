@@ -16,9 +16,8 @@ from ...zoo import corpus
 LINES_READ, LINES_LEFT = 6, 5  # of code before a cut and after it, at least
 LINES_EDITED = 6  # of a function to be edited, at least
 WORDS = 40  # of a docstring, at least
-_NO_PROSE = re.compile(
-    r">>>|::|\.\. |[=\-~^]{4}|\$|\||__"
-)  # code, directives, headings, formulas, tables, private names
+# code, directives, headings, formulas, tables, private names
+_NO_PROSE = re.compile(r">>>|::|\.\. |[=\-~^]{4}|\$|\||__")
 
 
 def files() -> list[Path]:

@@ -72,7 +72,7 @@ def peers(target: PreTrainedModel, draft: PreTrainedModel, tokenizers: tuple[Any
     for count, threshold in PEERS:
         name = f"transformers assisted {count}, {threshold:g}"
         setting = {"num_assistant_tokens": count, "assistant_confidence_threshold": threshold}
-        run = _with_assistant(target, draft, setting, kwargs)
+        run = partial(_with_assistant, target, draft, setting, **kwargs)
         found.append(Method(name, "transformers assisted", run, setting, draft_bytes=weights))
     return _in_both_modes(target, found)
 
@@ -104,7 +104,7 @@ def assisted(
         try:
             model = AssistedModelForCausalLM.from_models(target, draft, draft_length, tokenizer, draft_window=window)
         except (ValueError, OSError, ImportError, RuntimeError) as error:
-            yield Method(f"assisted {name}", "assisted", _failing(error), {"draft": name})
+            yield Method(f"assisted {name}", "assisted", partial(_fail, error), {"draft": name})
         else:
             yield of_model(f"assisted {name}", model)
 
@@ -132,20 +132,21 @@ def _in_both_modes(target: PreTrainedModel, found: list[Method]) -> list[Method]
         return found  # in half precision on a CPU, oneDNN's products over one row take longer than the default ones
     off = {"onednn": False}
     return found + [
-        replace(one, name=f"{one.name}, oneDNN off", generate=_without_onednn(one.generate), setting=one.setting | off)
+        replace(
+            one,
+            name=f"{one.name}, oneDNN off",
+            generate=partial(_without_onednn, one.generate),
+            setting=one.setting | off,
+        )
         for one in found
     ]
 
 
-def _without_onednn(generate: Generate) -> Generate:
+def _without_onednn(generate: Generate, *args: Any, **kwargs: Any) -> torch.Tensor:
     onednn = torch.backends.mkldnn
-
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        # flags() sets the ones that are left out to defaults, with a warning
-        with onednn.flags(False, onednn.deterministic, onednn.allow_tf32, onednn.fp32_precision):
-            return generate(*args, **kwargs)
-
-    return run
+    # flags() sets the ones that are left out to defaults, with a warning
+    with onednn.flags(False, onednn.deterministic, onednn.allow_tf32, onednn.fp32_precision):
+        return generate(*args, **kwargs)
 
 
 def _compiled(target: PreTrainedModel) -> Generate:
@@ -158,30 +159,22 @@ def _compiled(target: PreTrainedModel) -> Generate:
 
 
 def _with_assistant(
-    target: PreTrainedModel, draft: PreTrainedModel, setting: Mapping[str, Any], kwargs: Mapping[str, Any]
-) -> Generate:
+    target: PreTrainedModel, draft: PreTrainedModel, setting: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> torch.Tensor:
     wanted = {**setting, "num_assistant_tokens_schedule": "constant", "eos_token_id": None}
-
-    def run(*args: Any, **more: Any) -> torch.Tensor:
-        before = draft.generation_config
-        draft.generation_config = copy(before)
-        for name, value in wanted.items():  # which transformers reads only there
-            setattr(draft.generation_config, name, value)
-        try:
-            return target.generate(*args, assistant_model=draft, **kwargs, **more)
-        finally:
-            draft.generation_config = before
-
-    return run
+    before = draft.generation_config
+    draft.generation_config = copy(before)
+    for name, value in wanted.items():  # which transformers reads only there
+        setattr(draft.generation_config, name, value)
+    try:
+        return target.generate(*args, assistant_model=draft, **kwargs)
+    finally:
+        draft.generation_config = before
 
 
-def _failing(error: Exception) -> Generate:
-    def run(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise error
-
-    return run
+def _fail(error: Exception, *args: Any, **kwargs: Any) -> torch.Tensor:
+    raise error
 
 
 def _bytes_beside(target: PreTrainedModel, modules: Sequence[torch.nn.Module]) -> int:
-    """Bytes of the weights that are not the target's."""
     return memory_bytes(torch.nn.ModuleList([target, *modules])) - memory_bytes(target)

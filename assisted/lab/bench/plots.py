@@ -37,8 +37,8 @@ def pictures(result: Result) -> list[tuple[str, str]]:
     ]
     if any(row.acceptance_by_position for row in ran):
         wanted.insert(1, ("Accepted, by position in the draft", 3.2, lambda axes: _positions(axes, ran)))
-    for name, words in (("context", "length of the context"), ("batch", "batch size")):
-        points = _swept(result.points, name)
+    for name, other, words in (("context", "batch", "length of the context"), ("batch", "context", "batch size")):
+        points = [point for point in result.points if getattr(point, other) == getattr(main, other)]
         if len(points) > 1:
             wanted.append((f"Speedup against the {words}", 3.6, _sweep(points, name, words)))
     style = {
@@ -119,23 +119,15 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
     for line, row in enumerate(rows):
         assert row.milliseconds_per_token is not None
         whole = row.milliseconds_per_token
-        if row.draft is None or row.verify is None:
+        if not row.shares:
             axes.barh(line, whole, color=_colour(row), height=0.6)
-            continue
         left = 0.0
-        shares = (row.draft, row.verify, max(0.0, 1 - row.draft - row.verify))
-        for share, colour in zip(shares, PARTS.values(), strict=True):
+        for share, colour in zip(row.shares, PARTS.values(), strict=False):
             axes.barh(line, share * whole, left=left, color=colour, height=0.6)
             left += share * whole
     _named(axes, rows)
     axes.set_xlabel("ms a token")
     axes.legend(handles=[Patch(color=colour, label=name) for name, colour in PARTS.items()], **_BESIDE)
-
-
-def _swept(points: Sequence[Point], name: str) -> list[Point]:
-    """The points that differ from the first one only in `name`."""
-    first, other = points[0], "batch" if name == "context" else "context"
-    return [point for point in points if getattr(point, other) == getattr(first, other)]
 
 
 def _sweep(points: Sequence[Point], name: str, words: str) -> Callable[[Any], None]:

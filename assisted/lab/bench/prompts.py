@@ -101,12 +101,9 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
     return found
 
 
-def held_out_prompts(tokenizer: Any, tokens: tuple[int, int] = PROMPT_TOKENS) -> Iterator[Prompt]:
-    """Functions of the held-out packages cut in the middle, always the same ones: one per file, without tests.
-
-    tokens: the least and the most of a prompt.
-    """
-    return _of_set("code", tokenizer, tokens)
+def held_out_prompts(tokenizer: Any) -> Iterator[Prompt]:
+    """Functions of the held-out packages cut in the middle, always the same ones: one per file, without tests."""
+    return _of_set("code", tokenizer, PROMPT_TOKENS)
 
 
 def sources(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
@@ -118,12 +115,23 @@ def sources(prompts: Sequence[Prompt]) -> dict[str, list[str]]:
 
 
 def at_length(prompts: Sequence[Prompt], tokenizer: Any, context: int) -> list[Prompt]:
-    """The same prompts with exactly `context` tokens: short ones get held-out code in front, long ones lose their beginning."""
+    """The same prompts with exactly `context` tokens: short ones get held-out code in front, another piece for each, and long
+    ones lose their beginning."""
     if context < 1:
         raise ValueError(f"context: {context} tokens are no text; give 1 or more")
     code = held_out.text(_CHARACTERS * 2 * context)
     filler = tokenizer(code, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids.long()
-    return [_filled(prompt, context, filler, number) for number, prompt in enumerate(prompts)]
+    found = []
+    for number, prompt in enumerate(prompts):
+        missing = max(0, context - prompt.ids.shape[1])
+        if missing > filler.shape[1]:
+            raise ValueError(
+                f"context: {context} tokens are more than the {filler.shape[1]} of held-out code; give fewer"
+            )
+        start = number * context % max(1, filler.shape[1] - missing)
+        filled = torch.cat([filler[:, start : start + missing], prompt.ids], 1)
+        found.append(replace(prompt, ids=filled[:, -context:]))
+    return found
 
 
 def batches(prompts: Sequence[Prompt], rows: int = 1, pad: int = 0) -> list[Batch]:
@@ -136,20 +144,18 @@ def batches(prompts: Sequence[Prompt], rows: int = 1, pad: int = 0) -> list[Batc
     """
     if rows < 1:
         raise ValueError(f"batch: {rows} rows are nothing to decode; give 1 or more")
-    categories: dict[str, list[Prompt]] = {}
+    categories: dict[str, list[torch.Tensor]] = {}
     for prompt in prompts:
-        categories.setdefault(prompt.category, []).append(prompt)
+        categories.setdefault(prompt.category, []).append(prompt.ids[0])
     found = []
     for category, members in categories.items():
         taken = list(islice(cycle(members), rows * math.ceil(len(members) / rows)))
         for start in range(0, len(taken), rows):
-            found.append(_padded(category, [prompt.ids[0] for prompt in taken[start : start + rows]], pad))
+            some = taken[start : start + rows]
+            ids = pad_sequence(some, batch_first=True, padding_value=pad, padding_side="left")
+            mask = pad_sequence([*map(torch.ones_like, some)], batch_first=True, padding_side="left")
+            found.append(Batch(category, ids, mask))
     return found
-
-
-def _padded(category: str, rows: list[torch.Tensor], pad: int) -> Batch:
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
-    return Batch(category, ids, pad_sequence([*map(torch.ones_like, rows)], batch_first=True, padding_side="left"))
 
 
 def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prompt]:
@@ -166,7 +172,6 @@ def _of_set(name: str, tokenizer: Any, tokens: tuple[int, int]) -> Iterator[Prom
 
 
 def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
-    """The first `count` questions of each category."""
     path = CHAT if name == "chat" else Path(name)
     known = f"{', '.join(SETS)}, chat, a question file or a dataset"
     if name.isdigit():
@@ -184,7 +189,10 @@ def _questions(name: str, tokenizer: Any, count: int) -> list[Prompt]:
                 break  # a dataset without categories may be long
             continue
         taken[category] += 1
-        text = _asked(tokenizer, question)
+        text = question
+        if getattr(tokenizer, "chat_template", None):
+            messages = [{"role": "user", "content": question}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, return_tensors="pt", add_special_tokens=text is question).input_ids.long()
         found.append(Prompt(f"{name}: {title}", category, text, ids))
     if not found:
@@ -233,19 +241,3 @@ def _question(fields: dict[str, Any], where: str, number: int) -> tuple[str, str
     if isinstance(asked, dict):  # a chat message
         asked = asked.get("content", "")
     return str(fields.get("question_id", number)), str(fields.get("category", UNNAMED)), str(asked)
-
-
-def _asked(tokenizer: Any, text: str) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        return text
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def _filled(prompt: Prompt, context: int, filler: torch.Tensor, number: int) -> Prompt:
-    """A prompt of exactly `context` tokens, with filler in front that differs by `number`."""
-    missing = max(0, context - prompt.ids.shape[1])
-    if missing > filler.shape[1]:
-        raise ValueError(f"context: {context} tokens are more than the {filler.shape[1]} of held-out code; give fewer")
-    start = number * context % max(1, filler.shape[1] - missing)
-    return replace(prompt, ids=torch.cat([filler[:, start : start + missing], prompt.ids], 1)[:, -context:])

@@ -199,7 +199,8 @@ class _Runner:
     def warm_up(self, one: Measured) -> None:
         """A repeat that counts forward passes, with a hook. The hook disables the fast paths of pairs, so they and those that
         are not counted warm up without it."""
-        longest = self.longest_first()
+        # an order in which static caches are long enough for all
+        longest = sorted(range(len(self.batches)), key=lambda number: -self.batches[number].ids.shape[1])
         of_each = {self.batches[number].category: number for number in reversed(longest)}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -215,10 +216,6 @@ class _Runner:
                     if number in of_each.values():
                         self.untimed(one, number)
         one.warned = next(iter(gave_up(caught)), None)
-
-    def longest_first(self) -> list[int]:
-        """The batches in an order in which static caches are long enough for all."""
-        return sorted(range(len(self.batches)), key=lambda number: -self.batches[number].ids.shape[1])
 
     def untimed(self, one: Measured, number: int) -> None:
         wrote = {len(row) for row in self.run(one, number, seed=number)}

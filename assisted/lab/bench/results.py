@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -70,6 +70,13 @@ class Row:
     draft_bytes: int = 0
     working_bytes_over_plain: int | None = None
     seconds: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the time, for drafting, for the target's forward passes and for the rest; empty where they are not known."""
+        if self.draft is None or self.verify is None:
+            return ()
+        return self.draft, self.verify, max(0.0, 1 - self.draft - self.verify)
 
 
 @dataclass(frozen=True)
@@ -239,7 +246,8 @@ def largest_gap(
     Returns None if no row differs.
     """
     gaps = []
-    for prompt, row, other in zip(_prompts(batches), right, wrote, strict=True):
+    rows = (ids[mask.bool()] for one in batches for ids, mask in zip(one.ids, one.attention_mask, strict=True))
+    for prompt, row, other in zip(rows, right, wrote, strict=True):
         pairs = enumerate(zip(row, other, strict=False))
         at = next((at for at, (one, two) in pairs if one != two), None)
         if at is None:
@@ -248,13 +256,6 @@ def largest_gap(
         scores = target(input_ids=text[None].to(target.device)).logits[0, -1].double()
         gaps.append(float((scores.max() - scores[[row[at], other[at]]].min()) / scores.std()))
     return max(gaps, default=None)
-
-
-def _prompts(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
-    """Every row's prompt without its padding, [P] int64."""
-    for batch in batches:
-        for ids, mask in zip(batch.ids, batch.attention_mask, strict=True):
-            yield ids[mask.bool()]
 
 
 def point_name(batch: int, context: int | None) -> str:

@@ -15,9 +15,9 @@ CELLS: dict[str, Callable[[Row], str]] = {
     "ms/token": lambda row: f"{row.milliseconds_per_token:.2f}",
     "tokens/pass": lambda row: f"{row.tokens_per_pass:.2f}",
     "accepted": lambda row: percent(row.acceptance_rate),
-    "draft/verify/rest": lambda row: _shares(row),
+    "draft/verify/rest": lambda row: " ".join(map(percent, row.shares)),
     "first token": lambda row: "" if row.first_token_milliseconds is None else f"{row.first_token_milliseconds:.1f} ms",
-    "same": lambda row: _same(row),
+    "same": lambda row: "" if row.same is None else f"{row.same}/{row.rows}" + _gap(row),
     "4-grams": lambda row: percent(row.repeated_4grams),
     "memory": lambda row: f"{(row.draft_bytes + (row.working_bytes_over_plain or 0)) / 2**20:+.1f} MiB",
 }
@@ -108,20 +108,12 @@ def cells(row: Row) -> list[str]:
     return [cell(row) for cell in CELLS.values()]
 
 
-def _same(row: Row) -> str:
-    if row.same is None:
-        return ""
-    return f"{row.same}/{row.rows}" + ("" if row.largest_gap is None else f" ({row.largest_gap:.2f})")
+def _gap(row: Row) -> str:
+    return "" if row.largest_gap is None else f" ({row.largest_gap:.2f})"
 
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
-
-
-def _shares(row: Row) -> str:
-    if row.draft is None or row.verify is None:
-        return ""
-    return " ".join(map(percent, (row.draft, row.verify, max(0.0, 1 - row.draft - row.verify))))
 
 
 def by_category(row: Row, categories: Iterable[str]) -> list[Interval]:

@@ -12,17 +12,11 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class Written:
-    """A text that was generated with drafts.
+    """A text that was generated with drafts."""
 
-    Args:
-        ids: [P + N] int64, prompt and new tokens.
-        prompt: P.
-        starts: the indices of the new tokens with which a draft began, from 0.
-    """
-
-    ids: torch.Tensor
-    prompt: int
-    starts: tuple[int, ...]
+    ids: torch.Tensor  # [P + N] int64, prompt and new tokens
+    prompt: int  # P
+    starts: tuple[int, ...]  # the indices of the new tokens with which a draft began, from 0
 
 
 @dataclass(frozen=True)

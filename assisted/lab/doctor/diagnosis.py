@@ -47,59 +47,34 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """A short measured run of whole calls, in turns with plain `generate`.
+    """A short measured run of whole calls, in turns with plain `generate`."""
 
-    Args:
-        way: "draft length 4", "adaptive".
-        speedup: measured, over the fastest plain mode.
-        predicted: for exactly these calls, prompts included; None for an adaptive length.
-        same: number of texts equal to the baseline's, out of `texts`; None when sampled.
-        texts: number of generated texts.
-    """
-
-    way: str
-    speedup: Interval
-    predicted: float | None
-    same: int | None
+    way: str  # "draft length 4", "adaptive"
+    speedup: Interval  # measured, over the fastest plain mode
+    predicted: float | None  # for exactly these calls, prompts included; None for an adaptive length
+    same: int | None  # number of texts equal to the baseline's, out of `texts`; None when sampled
     texts: int
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One draft.
-
-    Args:
-        error: why it could not be used; everything else is then empty.
-        proposed: share of the rounds in which it proposed anything.
-        acceptance_by_position: of the first, second, ... drafted token, given that those before it were accepted.
-        draft_seconds: of a drafted token, or of a whole draft if `blocks`.
-        pass_seconds: of a round without a draft.
-        blocks: it proposes all tokens at once, in the same time for every length.
-        tree_columns: mean number of drafted tokens that a pass verifies at the best length; None for chains.
-        translated: its tokenizer differs from the target's.
-        comparison: with the target's distribution; None if the draft is not a model with the same vocabulary.
-        expected: by draft length; the first, 0, is this package without drafts.
-        best: the draft length of at least 1 with the highest expected speedup.
-        if_twice_as_fast, if_columns_cost_half, if_half_as_wrong: the highest expected speedup if drafting took half the
-            time, if further tokens in a pass cost half, if the draft were wrong half as often.
-        checks: measured runs.
-    """
+    """One draft. What would help: the highest expected speedup if drafting took half the time, and so on."""
 
     draft: str
-    error: str | None = None
+    error: str | None = None  # why it could not be used; everything else is then empty
     warned: str | None = None
-    proposed: float = 0.0
-    acceptance_by_position: tuple[float, ...] = ()
-    draft_seconds: float = 0.0
-    pass_seconds: float = 0.0
-    blocks: bool = False
-    tree_columns: float | None = None
-    translated: bool = False
-    comparison: Comparison | None = None
-    expected: tuple[Expected, ...] = ()
-    best: int = 0
+    proposed: float = 0.0  # share of the rounds in which it proposed anything
+    acceptance_by_position: tuple[float, ...] = ()  # given that the tokens before were accepted
+    draft_seconds: float = 0.0  # of a drafted token, or of a whole draft if `blocks`
+    pass_seconds: float = 0.0  # of a round without a draft
+    blocks: bool = False  # it proposes all tokens at once, in the same time for every length
+    tree_columns: float | None = None  # drafted tokens that a pass verifies at the best length; None for chains
+    translated: bool = False  # its tokenizer differs from the target's
+    comparison: Comparison | None = None  # with the target; None if it is no model with the same vocabulary
+    expected: tuple[Expected, ...] = ()  # by draft length; the first, 0, is this package without drafts
+    best: int = 0  # the draft length of at least 1 with the highest expected speedup
     if_twice_as_fast: float = 0.0
-    if_columns_cost_half: float = 0.0
+    if_columns_cost_half: float = 0.0  # further tokens in a pass
     if_half_as_wrong: float = 0.0
     checks: tuple[Check, ...] = ()
 
@@ -111,38 +86,26 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was measured.
-
-    Args:
-        way: how its calls run, as in `Report`, and why they take no shortcuts: "own forward: ..."; None if they do.
-        machine: processor, device, dtype, threads, versions.
-        text: the source of the prompts.
-        prompts, checked: numbers of prompts decoded with each draft, at most, and by the baseline.
-        prompt_tokens: median length of a prompt.
-        plain_way, plain_seconds: the fastest plain mode, and its time per token, without the prompt.
-        undrafted: speed of this package without drafts, relative to that; None if no draft was measured.
-        repeated_4grams: share of the generated 4-grams that occurred before in their text: loops make every draft look better.
-        lacking: names that the installed versions of other packages lack, with what each costs.
-    """
+    """Everything that was measured."""
 
     target: str
-    way: str | None
-    machine: dict[str, Any]
+    way: str | None  # how its calls run, and why without shortcuts: "own forward: ..."; None if with them
+    machine: dict[str, Any]  # processor, device, dtype, threads, versions
     parameters: int
-    text: str
-    prompts: int
-    checked: int
-    prompt_tokens: int
+    text: str  # the source of the prompts
+    prompts: int  # decoded with each draft, at most
+    checked: int  # decoded by the baseline
+    prompt_tokens: int  # median length of a prompt
     new_tokens: int
     temperature: float
     passes: tuple[PassTimes, ...]
     memory: Memory
-    plain_way: str
-    plain_seconds: float
-    undrafted: Interval | None
-    repeated_4grams: float
+    plain_way: str  # the fastest plain mode
+    plain_seconds: float  # its time per token, without the prompt
+    undrafted: Interval | None  # speed of this package without drafts, relative to that; None if no draft was measured
+    repeated_4grams: float  # share of the generated 4-grams that occurred before in their text
     drafts: tuple[Diagnosis, ...]
-    lacking: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()  # names that the installed versions of other packages lack, with what each costs
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the share of the memory's speed, for JSON."""

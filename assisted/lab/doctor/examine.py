@@ -38,12 +38,6 @@ SEEN = 5  # the fewest rounds that reached a position for which its acceptance i
 _CHARACTERS = 8  # per token, at most on average
 
 
-def _parameters(target: PreTrainedModel) -> int:
-    """How many weights a target has, with those of 8 and 4 bits, which are no parameters."""
-    low = (module for module in target.modules() if isinstance(module, LowBitLinear))
-    return target.num_parameters() + sum(module.in_features * module.out_features for module in low)
-
-
 def examine(
     target: PreTrainedModel,
     drafts: Mapping[str, Any],
@@ -95,11 +89,15 @@ def examine(
     found = {draft: trials.record(draft, model, passes[0], len(models), progress) for draft, model in models.items()}
     plain_way, runs = trials.race(found, progress)
     plain = runs[plain_way]
+    low = [module for module in target.modules() if isinstance(module, LowBitLinear)]  # whose weights are no parameters
+    lacking = lost()
+    if why := why_not_in_c(target, bool(low)):  # kernels that are not here, in which it could run
+        lacking["kernels in C"] = f"{native.COST}, because {why}"
     return Examination(
         target=name,
         way=_way(target),
         machine=machine(target.device, target.dtype),
-        parameters=_parameters(target),
+        parameters=target.num_parameters() + sum(module.in_features * module.out_features for module in low),
         text="held-out code" if text in (None, "zoo") else str(text),
         prompts=max((len(one.calls) for one in found.values()), default=0),
         checked=len(plain.seconds),
@@ -118,11 +116,7 @@ def examine(
             else _diagnosis(draft, found[draft], plain, runs, settings)
             for draft in drafts
         ),
-        lacking=tuple(
-            f"{name} ({cost})"
-            for name, cost in {**lost(), **_kernels(target)}.items()
-            if not cost.startswith("nothing")
-        ),
+        lacking=tuple(f"{name} ({cost})" for name, cost in lacking.items() if not cost.startswith("nothing")),
     )
 
 
@@ -131,12 +125,6 @@ def _way(target: PreTrainedModel) -> str | None:
     if trusted.between is not None:
         return f"plain: {trusted.between}"
     return None if trusted.is_own else f"own forward: {trusted.forward}"
-
-
-def _kernels(target: PreTrainedModel) -> dict[str, str]:
-    """What it costs that kernels in C are not here in which a target on a CPU could run."""
-    why = why_not_in_c(target, any(isinstance(module, LowBitLinear) for module in target.modules()))
-    return {"kernels in C": f"{native.COST}, because {why}"} if why else {}
 
 
 def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[torch.Tensor]:
@@ -154,7 +142,6 @@ def read_prompts(text: str | None, tokenizer: Any, settings: Settings) -> list[t
 
 
 def _pieces(text: str, count: int) -> list[str]:
-    """Pieces of the text that start at evenly spread lines."""
     size = PROMPT_TOKENS * _CHARACTERS
     offsets = [number * max(0, len(text) - size // 2) // count for number in range(count)]
     starts = {0 if offset == 0 else text.find("\n", offset) + 1 for offset in offsets}

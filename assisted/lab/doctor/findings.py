@@ -184,7 +184,11 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
         ["expected speed", *(f"{e.speedup.ratio:.2f}" for e in shown)],
     ]
     yield _table(rows, "    ")
-    yield _item(f"Best draft length: {one.best}, {_times(one.speedup)} the speed of the baseline. {_what_if(one)}")
+    yield _item(
+        f"Best draft length: {one.best}, {_times(one.speedup)} the speed of the baseline. It would be "
+        f"{one.if_twice_as_fast:.2f} with a draft twice as fast, {one.if_half_as_wrong:.2f} with one that is wrong half as "
+        f"often, {one.if_columns_cost_half:.2f} if further tokens in a pass cost half."
+    )
     for check in one.checks:
         same = f", {check.same} of {check.texts} texts the same" if check.same is not None else ""
         measured = (
@@ -218,15 +222,7 @@ def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:
         yield f"(Diagnostic, no predictor: the cosine of their last hidden states is {comparison.cosine:.2f} on average.)"
 
 
-def _what_if(one: Diagnosis) -> str:
-    return (
-        f"It would be {one.if_twice_as_fast:.2f} with a draft twice as fast, {one.if_half_as_wrong:.2f} with one that is wrong "
-        f"half as often, {one.if_columns_cost_half:.2f} if further tokens in a pass cost half."
-    )
-
-
 def _hint(best: Diagnosis) -> str:
-    """The change that would help the most."""
     ways = {
         "draft": "the time it takes to draft: try a smaller or a quantized one (draft_quantization='nf4', if its kernels "
         "are fast), fewer layers, or heads (assisted train eagle)",

@@ -20,22 +20,15 @@ _NO_END = 10**6  # wrong tokens of a draft of the full length
 
 @dataclass(frozen=True)
 class Step:
-    """One round of a single row, without its tensors.
+    """One round of a single row, without its tensors."""
 
-    Args:
-        asked: tokens requested from the drafter one by one, or 1 if it proposes a block at once.
-        drafted, accepted, committed: tokens of the row; all nodes of a tree count as drafted.
-        draft_seconds, verify_seconds: of the two steps, as the package measures them.
-        levels: nodes of a tree by depth; None for a chain.
-    """
-
-    asked: int
-    drafted: int
+    asked: int  # tokens requested from the drafter one by one, or 1 if it proposes a block at once
+    drafted: int  # all nodes of a tree
     accepted: int
     committed: int
-    draft_seconds: float
+    draft_seconds: float  # as the package measures them
     verify_seconds: float
-    levels: tuple[int, ...] | None = None
+    levels: tuple[int, ...] | None = None  # nodes of a tree by depth; None for a chain
 
 
 class Recorded(Length):
@@ -79,7 +72,7 @@ class Recorded(Length):
     def observe(self, round: Round) -> None:
         if (
             round is self.last
-        ):  # where no member of a combined drafter proposed anything, every member observes the round
+        ):  # every member observes a round in which no member of a combined drafter proposed anything
             return
         self.last = round
         counts = round.drafted[0], round.accepted[0], round.kept[0]
@@ -98,49 +91,30 @@ def _levels(draft: Draft) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of the text, as a draft proposes it or not.
+    """A token of the text, as a draft proposes it or not."""
 
-    Args:
-        agrees: every draft that reaches this token proposes it.
-        wrong: otherwise: the number of tokens that a draft has from here on, all wrong; 0 if nothing was proposed.
-    """
-
-    agrees: bool
-    wrong: int = 0
+    agrees: bool  # every draft that reaches this token proposes it
+    wrong: int = 0  # otherwise: tokens that a draft has from here on, all wrong; 0 if nothing was proposed
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """The recorded costs and drafts of a drafter.
+    """The recorded costs and drafts of a drafter."""
 
-    Args:
-        calls: the text of each call, token by token.
-        costs: seconds of the target's forward passes, and of a drafted token (of a whole draft if `blocks`).
-        blocks: a draft takes the same time for every length.
-        columns: for trees, the mean number of drafted tokens in a pass by depth of the draft, from 0. None for chains.
-    """
-
-    calls: tuple[tuple[Token, ...], ...]
-    costs: Costs
-    blocks: bool
-    columns: tuple[float, ...] | None = None
+    calls: tuple[tuple[Token, ...], ...]  # the text of each call
+    costs: Costs  # seconds of the target's forward passes, and of a drafted token (of a whole draft if `blocks`)
+    blocks: bool  # a draft takes the same time for every length
+    columns: tuple[float, ...] | None = None  # of trees: mean drafted tokens in a pass by depth of the draft, from 0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The forecast for one draft length.
+    """The forecast for one draft length."""
 
-    Args:
-        length: requested tokens per draft; 0 drafts nothing.
-        tokens_per_pass: per forward pass of the target, with its own token.
-        milliseconds_per_token: in a long text, without the prompt.
-        speedup: over the baseline, with the spread over prompts.
-    """
-
-    length: int
-    tokens_per_pass: float
-    milliseconds_per_token: float
-    speedup: Interval
+    length: int  # requested tokens per draft; 0 drafts nothing
+    tokens_per_pass: float  # per forward pass of the target, with its own token
+    milliseconds_per_token: float  # in a long text, without the prompt
+    speedup: Interval  # over the baseline, with the spread over prompts
 
 
 def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
@@ -197,7 +171,6 @@ def _walk(text: Sequence[Token], length: int) -> list[int]:
 
 
 def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
-    """The time of a round."""
     costs = drafts.costs
     draft = costs.draft if drafts.blocks and length else costs.draft * length
     columns = drafted if drafts.columns is None else round(drafts.columns[min(drafted, len(drafts.columns) - 1)])

@@ -26,17 +26,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Times of forward passes after a context of one length, batch 1.
+    """Times of forward passes after a context of one length, batch 1."""
 
-    Args:
-        context: tokens that were read before.
-        onednn: whether oneDNN computed products, if a CPU has the choice; else None.
-        seconds: medians by number of tokens in a pass (its columns), with the argmax of the logits.
-    """
-
-    context: int
-    onednn: bool | None
-    seconds: dict[int, float]
+    context: int  # tokens that were read before
+    onednn: bool | None  # whether oneDNN computed products, if a CPU has the choice; else None
+    seconds: dict[int, float]  # medians by number of tokens in a pass (its columns), with the argmax of the logits
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,7 @@ class Job:
     tokens: int  # number of drafted tokens in each round, at least 1
     dtype: str  # of the target, as in "float32"
     settings: Mapping[str, Any] = field(default_factory=dict)  # the fields of the draft's spec, such as `max_ngram`
-    taps: tuple[
-        int, ...
-    ] = ()  # of an EAGLE head: after which layers it reads, from 0; empty: those that engines assume
+    taps: tuple[int, ...] = ()  # of an EAGLE head: the layers after which it reads, from 0; empty: those of engines
     translated: bool = False  # the draft model has another tokenizer
     model_type: str = ""  # of the target
     context: int | None = None  # tokens that the target and the draft can read; None if their configs do not tell
@@ -126,17 +124,8 @@ def _sglang(job: Job) -> Launch:
             "speculative-eagle-topk": 1,
             "speculative-num-draft-tokens": job.tokens + 1,
         }
-    command = (
-        "python",
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        "./target",
-        "--dtype",
-        job.dtype,
-        *_options(config),
-    )
-    return Launch(command, config, tuple(notes))
+    options = ("--model-path", "./target", "--dtype", job.dtype, *_options(config))
+    return Launch(("python", "-m", "sglang.launch_server", *options), config, tuple(notes))
 
 
 def _trtllm(job: Job) -> Launch:

@@ -112,7 +112,6 @@ def _spec(path: str, draft: Any) -> Spec | None:
 
 
 def _written(engine: str, pair: Any, folder: Path, length: int | None, notes: list[str]) -> Handover:
-    """Check a loaded pair, then write it."""
     has, drafter = ENGINES[engine], pair.drafter
     kind = kind_of(engine, pair.spec)
     target = plain_model(pair.target, "target")

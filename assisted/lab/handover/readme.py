@@ -68,7 +68,17 @@ def describe(engine: str, folder: Path, job: Job, launch: Launch, notes: list[st
     fields = found.to_dict()
     del fields["folder"]  # a path of this machine
     write_json(folder / "handover.json", fields)
-    (folder / "README.md").write_text(_readme(found), encoding="utf-8")
+    content = _CONTENT | {"draft": DRAFTS.get(found.method, "")}
+    page = Template(Path(__file__).with_name("readme.md").read_text(encoding="utf-8")).substitute(
+        title=ENGINES[engine].title,
+        method=found.method,
+        tokens="1 token" if found.tokens == 1 else f"{found.tokens} tokens",
+        files="\n".join(f"| `{name}` | {content.get(name, '')} |" for name in found.files),
+        command=" \\\n  ".join(_lines(found.command)),
+        options=json.dumps(found.config, indent=2),
+        notes="".join(f"- {note}\n" for note in found.notes),
+    )
+    (folder / "README.md").write_text(page, encoding="utf-8")
     return found
 
 
@@ -80,20 +90,6 @@ _CONTENT = {
     "handover.json": "this page for programs: method, command, options",
     "README.md": "this page",
 }
-
-
-def _readme(found: Handover) -> str:
-    content = _CONTENT | {"draft": DRAFTS.get(found.method, "")}
-    page = Template(Path(__file__).with_name("readme.md").read_text(encoding="utf-8"))
-    return page.substitute(
-        title=ENGINES[found.engine].title,
-        method=found.method,
-        tokens="1 token" if found.tokens == 1 else f"{found.tokens} tokens",
-        files="\n".join(f"| `{name}` | {content.get(name, '')} |" for name in found.files),
-        command=" \\\n  ".join(_lines(found.command)),
-        options=json.dumps(found.config, indent=2),
-        notes="".join(f"- {note}\n" for note in found.notes),
-    )
 
 
 def _lines(command: tuple[str, ...]) -> list[str]:

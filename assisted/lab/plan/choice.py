@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,7 @@ GB = 10**9
 _LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4")}
 """What a target is quantized to if it does not fit; its output is then the quantized model's."""
 _TITLES = {
-    None: "as stored",
-    "int8": "8 bits",
-    "nf4": "4 bits (nf4)",
-    "int4": "4 bits",
-    "int4-int8": "4 bits",
+    **{None: "as stored", "int8": "8 bits", "nf4": "4 bits (nf4)", "int4": "4 bits", "int4-int8": "4 bits"},
 }
 
 
@@ -120,17 +116,10 @@ class Plan:
         """Ready for JSON. Bytes, seconds, tokens per second."""
 
         def told(one: Candidate) -> dict[str, Any]:
-            return {
-                "quantization": one.quantization,
-                "draft": one.draft,
-                "draft_quantization": one.draft_quantization,
-                "bytes": one.bytes,
-                "parts": [{"name": p.name, "bytes": p.bytes, "counted": p.counted} for p in one.parts],
-                "fits": one.fits,
-                "offloaded": one.offloaded,
-                "plain_tokens_per_second": [round(rate, 2) for rate in one.speed.plain],
-                "speedup": [round(times, 2) for times in one.speed.times],
-            }
+            fields = asdict(one)
+            speed = fields.pop("speed")
+            rates = {"plain_tokens_per_second": speed["plain"], "speedup": speed["times"]}
+            return fields | {"bytes": one.bytes} | {name: [round(x, 2) for x in pair] for name, pair in rates.items()}
 
         return {
             "target": self.target,

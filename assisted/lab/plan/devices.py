@@ -20,10 +20,7 @@ class Device:
     kind: str  # "cuda" or "cpu"
     memory: int  # bytes that are free
     bandwidth: tuple[float, float]  # of its memory
-    bus: tuple[float, float] = (
-        6e9,
-        25e9,
-    )  # from main memory: PCIe 3.0 to 4.0, as pageable and as pinned memory reach it
+    bus: tuple[float, float] = (6e9, 25e9)  # from main memory: PCIe 3.0 pageable to 4.0 pinned
 
 
 # Memory in GB and bandwidth in GB/s, from the data sheets of NVIDIA.

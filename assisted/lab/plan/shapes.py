@@ -67,7 +67,8 @@ class Shapes:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
-            raise type(error)(f"{role}: {path!r} has no config that can be read: {_first_line(error)}") from error
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise type(error)(f"{role}: {path!r} has no config that can be read: {said}") from error
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         draft = None
@@ -166,7 +167,3 @@ def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTr
     if chooses_experts(model):
         model.set_experts_implementation("batched_mm")  # the only one that reads no values
     return model.eval()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

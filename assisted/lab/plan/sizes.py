@@ -23,10 +23,7 @@ from .shapes import Shapes
 MIB = 2**20
 # Of a CPU measured by benchmarks/run.py plan, of a GPU by benchmarks/gpu.py on an H100.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 768 * MIB}  # code and workspaces that a first call loads
-_FAST = {
-    "cpu": 42 * MIB,
-    "cuda": 64 * MIB,
-}  # what the fast path keeps besides copies: tables, kernels, workspaces of captures
+_FAST = {"cpu": 42 * MIB, "cuda": 64 * MIB}  # of the fast path besides copies: tables, kernels, workspaces of captures
 _TAKEN = {"cpu": 0.6, "cuda": 1.0}  # activations of a layer that exist at once
 _MASK = {"cpu": 27, "cuda": 0}  # bytes of the prompt's mask and of what it is made from, for each pair of tokens
 _GRAPHS = 12  # captured shapes of a call; an assumption
@@ -72,10 +69,7 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     """
     dtype = use.dtype or target.model.dtype
     found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
-    states = {
-        **_of_states(target, use, dtype.itemsize),
-        "recurrent states": recurrent_bytes(target, use, verified=True),
-    }
+    states = _of_states(target, use, dtype.itemsize) | {"recurrent states": recurrent_bytes(target, use, verified=True)}
     found += [Part(f"target: {name}", size) for name, size in states.items() if size]
     found += _of_draft(target, spec, draft, use, dtype)
     if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
@@ -109,24 +103,12 @@ def _widest(use: Use, window: int | None = None) -> int:
 
 
 def recurrent_bytes(shapes: Shapes, use: Use, verified: bool) -> int:
-    """Bytes of a model's recurrent states: of a target (`verified`) with what it keeps to verify a draft, of a draft model with
-    the copy that it returns to."""
-    if verified and shapes.states.fixed:
-        return _verified_states(shapes, use)
-    return 2 * use.rows * shapes.states.fixed
-
-
-def _of_states(shapes: Shapes, use: Use, itemsize: int, window: int | None = None) -> dict[str, int]:
-    """Keys and values, and the recurrent states of a draft model."""
-    keys = use.rows * _widest(use, window) * itemsize * sum(shapes.states.per_token)
-    sizes = {"keys and values": keys, "recurrent states": recurrent_bytes(shapes, use, verified=False)}
-    return {name: size for name, size in sizes.items() if size}
-
-
-def _verified_states(target: Shapes, use: Use) -> int:
-    """A target's recurrent states, with what verifying the longest draft takes besides: a copy, or what layers keep of each
-    column. A forward pass of the engine without data shows it."""
-    model = target.model
+    """Bytes of a model's recurrent states: of a draft model with the copy that it returns to; of a target (`verified`) with
+    what verifying the longest draft takes besides: a copy, or what layers keep of each column. A forward pass of the engine
+    without data shows it."""
+    copied, model = 2 * use.rows * shapes.states.fixed, shapes.model
+    if not verified or not copied:
+        return copied
     masks = expected_masks(model, use.fast)
     ids = torch.zeros(use.rows, 1 + use.drafted, dtype=torch.int64, device="meta")
     try:
@@ -138,11 +120,17 @@ def _verified_states(target: Shapes, use: Use) -> int:
             runner.commit([ids.shape[1]] * use.rows)
         return cache.state_bytes
     except Exception:  # models whose code reads values
-        return 2 * use.rows * target.states.fixed
+        return copied
+
+
+def _of_states(shapes: Shapes, use: Use, itemsize: int, window: int | None = None) -> dict[str, int]:
+    """Keys and values, and the recurrent states of a draft model."""
+    keys = use.rows * _widest(use, window) * itemsize * sum(shapes.states.per_token)
+    sizes = {"keys and values": keys, "recurrent states": recurrent_bytes(shapes, use, verified=False)}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype: torch.dtype) -> list[Part]:
-    """The parts of all methods in a spec."""
 
     def of_model(quantization: Any, window: int | None = None) -> dict[str, int]:
         if draft is None:
@@ -166,7 +154,6 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
 
 
 def _per_token(target: Shapes, dtype: torch.dtype) -> int:
-    """Bytes of the largest activations of a layer for one token."""
     config = target.config
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner

@@ -122,7 +122,6 @@ def _questions(writer: PreTrainedModel, tokenizer: Any, rows: int) -> list[str]:
 
 
 def _requests(tokenizer: Any, about: Sequence[np.ndarray], rows: int, rng: np.random.Generator) -> list[str]:
-    """Requests to do something with a piece of a document."""
     found = []
     for row in range(rows):
         stream = about[row % len(about)]

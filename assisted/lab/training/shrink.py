@@ -4,7 +4,6 @@ Knows draft models, EAGLE-3 heads and block drafters; how they draft then is els
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from ...engine.kept import KEY, kept_rows, kept_tokens, written
-from ...loading.files import fields_of
+from ...loading.files import fields_of, write_json
 from ...methods.dflash.formats import load_block, save_block
 from ...methods.dflash.head import BlockHead
 from ...methods.eagle.formats import load_eagle, save_eagle
@@ -59,7 +58,10 @@ def shrink_vocabulary(draft: str, tokens: int, text: Text, out: str | Path, targ
     before, kept = head.draft_tokens.cpu(), _most_frequent(text, tokens, head.draft_tokens.cpu())
     made: Any = shrunk_head(head, kept, target)
     (save_eagle if isinstance(made, EagleHead) else save_block)(made, out)
-    return _noted(out, {"tokens": len(kept), "of": len(before), "coverage": coverage(text, kept)})
+    found = {"tokens": len(kept), "of": len(before), "coverage": coverage(text, kept)}
+    path = out / "config.json"
+    write_json(path, {**fields_of(path), f"{KEY}_coverage": found["coverage"]})
+    return found
 
 
 def coverage(text: Text, kept: Tensor) -> float:
@@ -103,8 +105,7 @@ def _shrink_model(source: Path, tokens: int, text: Text, out: Path) -> dict[str,
         if file.is_file():
             shutil.copyfile(file, out / file.name)
     found = written(kept, size, coverage(text, kept), text.source)
-    fields = {**fields_of(source / "config.json"), KEY: found}
-    (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    write_json(out / "config.json", {**fields_of(source / "config.json"), KEY: found})
     return {name: found[name] for name in ("tokens", "of", "coverage")}
 
 
@@ -119,10 +120,3 @@ def _most_frequent(text: Text, tokens: int, own: Tensor) -> Tensor:
     ranks = np.full(size, -1)
     ranks[own.numpy()] = np.arange(len(own))
     return own[frequent_tokens(ranks[counted], tokens, len(own))]
-
-
-def _noted(out: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """The same, also written into the config.json of a head."""
-    path = out / "config.json"
-    path.write_text(json.dumps({**fields_of(path), f"{KEY}_coverage": found["coverage"]}, indent=2) + "\n")
-    return found

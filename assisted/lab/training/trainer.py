@@ -109,7 +109,8 @@ def train(
         module.to(accelerator.device)
     scored = accelerator.prepare(_Scored(method))
     optimizers = _optimizers(method, plan)
-    about = {"method": method.name, **method.settings(), "text": _digest(text), **asdict(plan)}
+    digest = hashlib.sha256(text.training.tobytes() + text.held_out.tobytes()).hexdigest()[:16]
+    about = {"method": method.name, **method.settings(), "text": digest, **asdict(plan)}
     about = json.loads(json.dumps(about))  # as it is read back
     defaults = {field.name: field.default for field in fields(method.about)}
     if result.exists() and not checkpoint.exists():
@@ -145,7 +146,9 @@ def train(
                 raise KeyboardInterrupt
         if last == plan.steps:
             if store is not None:
-                _round(method.student, store)
+                with torch.no_grad():
+                    for parameter in method.student.parameters():  # which keep their own dtype
+                        parameter.copy_(parameter.to(store))
             found = _measure(method, plan, held_out.to(accelerator.device))
             write(plan.steps, **found)
             bars = zip(found["greedy"], found["error"], strict=True)
@@ -222,31 +225,19 @@ def _step(
 
 
 @torch.no_grad()
-def _round(module: nn.Module, dtype: torch.dtype) -> None:
-    """Round every parameter to the nearest number that `dtype` can hold; the parameters keep their own dtype."""
-    for parameter in module.parameters():
-        parameter.copy_(parameter.to(dtype))
-
-
-@torch.no_grad()
 def _measure(method: Method, plan: Plan, held_out: Tensor) -> dict[str, Any]:
     """Acceptance on held-out text by position, and the error bars of both kinds, ready for the metrics file."""
     method.student.eval()
     eager = torch.compiler.set_stance("force_eager")  # layers compiled for training would be compiled again
     with eager, torch.autocast(held_out.device.type, dtype=torch.bfloat16, enabled=plan.bfloat16):
         seen: list[list[Agreement]] = [method.acceptance(row[None]) for row in held_out]
-    positions = list(zip(*seen, strict=True))
-    return {
-        "greedy": [sum(found.greedy for found in position) / len(position) for position in positions],
-        "sampled": [sum(found.sampled for found in position) / len(position) for position in positions],
-        "error": [_error([found.greedy for found in position]) for position in positions],
-        "sampled_error": [_error([found.sampled for found in position]) for position in positions],
-    }
-
-
-def _error(shares: list[float]) -> float | None:
-    """Half of the 95% interval of a mean over rows, which are independent; positions within a row are not."""
-    return 1.96 * statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
+    found: dict[str, Any] = {}
+    for name, error in (("greedy", "error"), ("sampled", "sampled_error")):
+        each = [[getattr(one, name) for one in position] for position in zip(*seen, strict=True)]
+        found[name] = [sum(shares) / len(shares) for shares in each]
+        # half of the 95% interval of a mean over rows, which are independent; positions within a row are not
+        found[error] = [1.96 * statistics.stdev(row) / math.sqrt(len(row)) if len(row) > 1 else None for row in each]
+    return found
 
 
 def _optimizers(method: Method, plan: Plan) -> list[torch.optim.Optimizer]:
@@ -288,9 +279,3 @@ def _line_step(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:  # the last line of a run that was killed
         return math.inf
-
-
-def _digest(text: Text) -> str:
-    digest = hashlib.sha256(text.training.tobytes())
-    digest.update(text.held_out.tobytes())
-    return digest.hexdigest()[:16]

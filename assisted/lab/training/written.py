@@ -18,6 +18,7 @@ from ...engine.traits import Traits
 from ...lengths.policies import Never
 from ...methods.shared.training.data import Text
 from ...modeling import AssistedModelForCausalLM
+from ..plan.shapes import Shapes
 
 TEMPERATURES = (0.0, 0.7, 1.0)  # used in turn, as heads draft for all of them
 _PROMPT, _LENGTH = 64, 512  # tokens of a prompt, and of a prompt with its continuation
@@ -94,9 +95,6 @@ def writer_of(target: PreTrainedModel) -> PreTrainedModel:
 
 def rows_of(target: PreTrainedModel, length: int) -> int:
     """The batch size: as many rows as have room for their keys and values in a quarter of the free memory."""
-    config = target.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, config.num_attention_heads)
-    row = 2 * config.num_hidden_layers * heads * width * target.dtype.itemsize * length
+    row = max(1, sum(Shapes.of_config(target.config).states.per_token) * target.dtype.itemsize * length)
     free = torch.cuda.mem_get_info(target.device)[0] // 4 if target.device.type == "cuda" else _MEMORY
     return min(_ROWS, max(1, free // row))

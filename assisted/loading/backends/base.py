@@ -17,10 +17,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...extras import install
 
 
-def _nothing() -> None:
-    """A format that runs on every card."""
-
-
 @dataclass(frozen=True)
 class Format:
     """One way to store weights. Its name means the same on every machine, so that saved pairs do, too.
@@ -42,18 +38,9 @@ class Format:
     multiples: tuple[int, int] = (1, 1)
     elsewhere: tuple[str, ...] = ()
     code: str = ""
-    lacks: Callable[[], str | None] = _nothing
+    lacks: Callable[[], str | None] = lambda: None
     cards: bool = False
     head: str | None = None
-
-
-def _unrestricted(config: Any) -> Format | None:
-    """Of a config whose modules may have any shape."""
-    return None
-
-
-def _untouched(model: PreTrainedModel) -> None:
-    """A model without side effects."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +65,10 @@ class Backend:
     module: str | None = None
     extra: str = ""
     configs: str = "transformers"
-    format_of: Callable[[Any], Format | None] = _unrestricted
+    format_of: Callable[[Any], Format | None] = lambda config: None
     skips: str | None = "modules_to_not_convert"
     modules: tuple[type[nn.Module], ...] = (nn.Linear,)
-    settle: Callable[[PreTrainedModel], None] = _untouched
+    settle: Callable[[PreTrainedModel], None] = lambda model: None
 
     @property
     def is_installed(self) -> bool:

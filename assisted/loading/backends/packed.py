@@ -24,36 +24,29 @@ def _bytes_4(out: int, into: int, size: int) -> int:
     return together * blocks(out, together) * blocks(into, 32) * (16 + 4)
 
 
-_HEAD = f"int{HEAD_BITS}"
+def _packed(bits: int, always: bool = False) -> Format:
+    """always: inputs have 8 bits also where there are no kernels for them."""
+    return Format(
+        lambda dtype: PackedConfig(bits, input_bits=8 if always or native.is_available() else 16),
+        _bytes_8 if bits == 8 else _bytes_4,
+        elsewhere=("int8-bitsandbytes",) if bits == 8 else ("int4-tinygemm", "int4-quanto"),
+        code=f"PackedConfig({bits}, input_bits=8)",
+        head=f"int{HEAD_BITS}",
+    )
+
+
+_TINYGEMM = Format(
+    lambda dtype: PackedConfig(4),
+    lambda out, into, size: 8 * blocks(out, 8) * blocks(into, 32) * (16 + 4),
+    code="PackedConfig(4)",
+    lacks=lacks_tinygemm,
+    cards=True,
+)
 _FORMATS = {
-    "int8": Format(
-        lambda dtype: PackedConfig(8, input_bits=8 if native.is_available() else 16),
-        _bytes_8,
-        elsewhere=("int8-bitsandbytes",),
-        head=_HEAD,
-        code="PackedConfig(8, input_bits=8)",
-    ),
-    "int4": Format(
-        lambda dtype: PackedConfig(4, input_bits=8 if native.is_available() else 16),
-        _bytes_4,
-        elsewhere=("int4-tinygemm", "int4-quanto"),
-        head=_HEAD,
-        code="PackedConfig(4, input_bits=8)",
-    ),
-    "int4-int8": Format(
-        lambda dtype: PackedConfig(4, input_bits=8),
-        _bytes_4,
-        elsewhere=("int4-tinygemm", "int4-quanto"),
-        head=_HEAD,
-        code="PackedConfig(4, input_bits=8)",
-    ),
-    "int4-tinygemm": Format(
-        lambda dtype: PackedConfig(4),
-        lambda out, into, size: 8 * blocks(out, 8) * blocks(into, 32) * (16 + 4),
-        code="PackedConfig(4)",
-        lacks=lacks_tinygemm,
-        cards=True,
-    ),
+    "int8": _packed(8),
+    "int4": _packed(4),
+    "int4-int8": _packed(4, always=True),
+    "int4-tinygemm": _TINYGEMM,
 }
 PACKED = Backend(
     METHOD,

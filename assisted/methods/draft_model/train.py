@@ -15,7 +15,7 @@ from ... import zoo
 from ...engine.parts import find_layers
 from ...loading.gguf import load_model
 from ...loading.vocabulary import find_tokenizer, same_tokens
-from ..shared.training.losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
+from ..shared.training.losses import Agreement, Loss, agreement, require_known
 from ..shared.training.method import Method
 from ..shared.training.plan import setting
 
@@ -102,13 +102,7 @@ class Distillation(Method):
         return torch.cat([self.written(ids[:own]), ids[own:]]) if own else ids
 
     def loss(self, ids: Tensor, step: int) -> Tensor:
-        ids = self.mixed(ids)
-
-        def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-            log_p = log_probabilities(target_logits)
-            return len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
-
-        return summed(of_rows, *self._logits(ids)) / len(ids)
+        return self.divergence(*self._logits(self.mixed(ids)))
 
     @torch.no_grad()
     def written(self, ids: Tensor) -> Tensor:

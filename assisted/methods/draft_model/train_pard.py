@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...engine.traits import Traits
-from ..shared.training.losses import Agreement, agreement, divergence, log_probabilities, summed
+from ..shared.training.losses import Agreement, agreement
 from ..shared.training.masks import rows_of, seen_by
 from ..shared.training.plan import require_positive, setting
 from .pard import TOKENS
@@ -72,22 +72,13 @@ class PardTraining(Distillation):
     def loss(self, ids: Tensor, step: int) -> Tensor:
         ids = self.mixed(ids)
         anchors, depths = rows_of(ids.shape[1], self.about.tokens, self.about.keep, self.about.keep_least, ids.device)
-        target_logits, drafted = self.parallel(ids, anchors, depths)
-
-        def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-            log_p = log_probabilities(target_logits)[:, anchors + depths]
-            return len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
-
-        return summed(of_rows, target_logits, drafted) / len(ids)
+        return self.divergence(*self.parallel(ids, anchors, depths), anchors + depths)
 
     def acceptance(self, ids: Tensor) -> list[Agreement]:
         anchors, depths = rows_of(ids.shape[1], self.about.tokens, 1.0, 1.0, ids.device)
-        target_logits, drafted = self.parallel(ids, anchors, depths)
-        found = []
-        for depth in range(self.about.tokens):
-            here = depths == depth
-            found.append(agreement(target_logits[:, (anchors + depths)[here]], drafted[:, here]))
-        return found
+        taught, drafted = self.parallel(ids, anchors, depths)
+        each = [depths == depth for depth in range(self.about.tokens)]
+        return [agreement(taught[:, (anchors + depths)[here]], drafted[:, here]) for here in each]
 
     def parallel(self, ids: Tensor, anchors: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
         """The target's logits over a text, [B, T, V], and the draft's in all rows, [B, N, V].

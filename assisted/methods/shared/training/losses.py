@@ -152,11 +152,8 @@ class _OfStates(torch.autograd.Function):
         bias: Tensor | None,
         rounded: bool,
     ) -> Tensor:
-        flat, columns, weights = (
-            states.reshape(-1, states.shape[-1]).to(output.dtype),
-            states.shape[1],
-            weights.flatten(),
-        )
+        flat, weights = states.reshape(-1, states.shape[-1]).to(output.dtype), weights.flatten()
+        columns = states.shape[1]
         by_states, total = torch.empty_like(flat), torch.zeros(())
         rows = max(1, min(len(flat), PRODUCT // len(output)))
         buffer = torch.empty(rows, len(output), dtype=output.dtype)  # used again, since new memory is slow

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ....engine.traits import Traits
 from .data import Text
 from .features import Features
-from .losses import Agreement
+from .losses import Agreement, divergence, log_probabilities, summed
 from .plan import Plan
 
 _BATCH = 8
@@ -82,6 +82,16 @@ class Method(ABC):
     @abstractmethod
     def save(self, folder: Path) -> None:
         """Write the result in the format that its drafter loads."""
+
+    def divergence(self, target_logits: Tensor, draft_logits: Tensor, columns: Any = slice(None)) -> Tensor:
+        """The mean divergence of the draft's distributions, [B, n, V], from the target's at these columns of [B, T, V]: a
+        scalar."""
+
+        def of_rows(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+            log_p = log_probabilities(target_logits)[:, columns]
+            return len(log_p) * divergence(self.about.loss, log_p, draft_logits, compiled=self.compiled)
+
+        return summed(of_rows, target_logits, draft_logits) / len(target_logits)
 
     def matrices(self) -> list[nn.Parameter]:
         """What Muon may train."""

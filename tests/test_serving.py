@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import json
 import re
 import socket
@@ -21,16 +22,19 @@ from test_threads import in_threads
 
 from assisted import AssistedModelForCausalLM, SessionPool
 from assisted.cli.main import main
+from assisted.extras import install
 from assisted.lab.audit import Server as Audited
 from assisted.lab.audit import Settings, audit
 from assisted.serving import Server
-from assisted.serving.server import Pieces
+from assisted.serving.answers import Line, Pieces
+from assisted.serving.fields import Refused
 
 CHAT = {
     "messages": [{"role": "user", "content": "def mean(values):\n    total = 0\n"}],
     "max_tokens": 24,
     "temperature": 0,
 }
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TEXT = {"prompt": "def mean(values):\n", "max_tokens": 24, "temperature": 0}
 
 
@@ -113,7 +117,7 @@ def test_a_stream_has_the_same_text(server: Server, path: str, stop: list[str]) 
     assert status == 200
     events = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+    *chunks, counts = [json.loads(event) for event in events[:-1]]
     if "chat" in path:
         assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
         pieces, expected = (
@@ -125,8 +129,11 @@ def test_a_stream_has_the_same_text(server: Server, path: str, stop: list[str]) 
     assert "".join(pieces) == expected and not any(one in expected for one in stop)
     assert len(pieces) > 3 or stop
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert chunks[-1]["report"]["new_tokens"] == whole["report"]["new_tokens"]
+    assert counts["choices"] == [] and counts["usage"] == whole["usage"] | {
+        "prompt_tokens_details": counts["usage"]["prompt_tokens_details"]
+    }
+    assert counts["report"]["new_tokens"] == whole["report"]["new_tokens"]
+    assert all(chunk["usage"] is None for chunk in chunks)
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 
 
@@ -134,9 +141,8 @@ def test_characters_of_several_tokens_are_sent_whole(model: Any) -> None:
     pieces: list[str] = []
     text = Pieces(model.tokenizer, [], pieces.append)
     ids = model.tokenizer("x = 'é漢😀'", add_special_tokens=False).input_ids
-    text.put(torch.tensor([[1]]))
     for token in ids:
-        text.put(torch.tensor([token]))
+        text.add([token])
     text.end()
     assert "".join(pieces) == "x = 'é漢😀'" and not any("\ufffd" in piece for piece in pieces)
 
@@ -156,17 +162,39 @@ def test_sampling_and_seeds(server: Server) -> None:
         ("/v1/completions", TEXT | {"prompt": []}, 400, "prompt: give a text"),
         ("/v1/completions", TEXT | {"prompt": [10**9]}, 400, "prompt: give a text, or a list of token ids"),
         ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400, "prompt: .* of one text"),
-        ("/v1/completions", TEXT | {"n": 2}, 400, "n: 2 is not supported"),
+        ("/v1/completions", TEXT | {"n": 17}, 400, "n: 17 is not possible; give 1 to 16"),
+        ("/v1/completions", TEXT | {"presence_penalty": 1}, 400, "presence_penalty: 1 is not supported; .* or give 0"),
         ("/v1/completions", TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 is not possible; give 1 to 1018"),
         ("/v1/completions", TEXT | {"temperature": -1}, 400, "temperature: -1 is not possible; give 0 to 1000"),
         ("/v1/completions", TEXT | {"temperature": 1, "top_p": 7}, 400, "top_p"),
         ("/v1/completions", TEXT | {"draft": "/etc/passwd"}, 400, 'draft: "/etc/passwd" was not loaded'),
         ("/v1/completions", TEXT | {"model": "gpt-5"}, 404, "model: \"gpt-5\" is not here; ask for 'target'"),
         ("/v1/completions", TEXT | {"stop": [""]}, 400, "stop: give a text"),
-        ("/v1/completions", TEXT | {"logprobs": 5}, 400, "logprobs: only"),
+        ("/v1/completions", TEXT | {"logprobs": 21}, 400, "logprobs: 21 is not possible; give 0 to 20"),
+        ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs: they come with logprobs"),
         ("/v1/completions", TEXT | {"unknown": 1}, 400, "unknown: 1 is not supported"),
         ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages: give a list of"),
         ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools: .* is not supported"),
+        ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, 400, "tools: the model's chat template does not use them"),
+        ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, 'tool_choice: .* or give "auto" or "none"'),
+        (
+            "/v1/chat/completions",
+            CHAT | {"chat_template_kwargs": {"thinks": 1}},
+            400,
+            "chat_template_kwargs: .* not use",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"chat_template_kwargs": {"chat_template": "a"}},
+            400,
+            "chat_template_kwargs: ",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"response_format": {"type": "json_schema"}},
+            400,
+            "response_format: .* give {",
+        ),
         ("/v1/embeddings", {}, 404, "path: /v1/embeddings is not here"),
     ],
 )
@@ -193,18 +221,21 @@ HOSTILE: dict[str, list[Any]] = {
     "temperature": [*NOT_NUMBERS, -1, -1e-300, 1e-300, 5e-324, 1001],
     **{name: [*NOT_WHOLE, 0, -1] for name in ("max_tokens", "max_completion_tokens")},
     **{"top_k": [*NOT_WHOLE, -2, 2**31], "seed": [*NOT_WHOLE, 2**64, -(2**63) - 1]},
-    **{"draft_length": [*NOT_WHOLE, 0, -1], "logprobs": [*NOT_WHOLE, 2, -1]},
-    **{name: [1, 0, "true", [], {}, NESTED] for name in ("stream", "return_tokens_as_token_ids")},
+    **{"draft_length": [*NOT_WHOLE, 0, -1], "logprobs": [one for one in NOT_WHOLE if one is not True] + [21, -1]},
+    "stream": [1, 0, "true", [], {}, NESTED],
     **{"model": [*NOT_TEXTS, "", "x" * 10**6], "draft": [*NOT_TEXTS, "", "x" * 10**6], "user": NOT_TEXTS},
     "stop": [*NOT_TEXTS, "", [""], [None], [[]], ["a", HALF], [True], ["a"] * 17, "a" * 257, "a" * 10**6],
     "stream_options": [1, "a", [], True, {"include_usage": "yes"}, {"include_usage": None}, {"a": NESTED}],
-    **{name: [True, False, 2, LARGE, "1", [], NESTED, float("nan")] for name in ("n", "best_of")},
+    **{name: [True, False, 17, 0, 1.5, LARGE, "1", [], NESTED, float("nan")] for name in ("n", "best_of")},
     "repetition_penalty": [True, 1.1, -1, float("nan"), "1"],
     **{name: [False, 0.5, -LARGE, "0", NESTED] for name in ("presence_penalty", "frequency_penalty")},
     **{name: [0, 1, "false", True, NESTED] for name in ("echo", "store")},
     "logit_bias": [{"5": 100}, [], False, {"5": HALF}],
     "tools": [{}, False, [{"type": "function"}], [None]],
-    "response_format": [{"type": "json_object"}, {"type": "text", "more": 1}, "text", True, [NESTED]],
+    "response_format": [{"type": "json"}, {"type": "text", "more": 1}, {"type": "json_schema"}, "text", True, [NESTED]],
+    **{"tool_choice": ["required", {}, True, NESTED], "modalities": [["audio"], "text"], "min_tokens": [3, False]},
+    **{"metadata": [1, [], HALF], "service_tier": ["flex", 1], "parallel_tool_calls": [0, "no"]},
+    "chat_template_kwargs": [1, [], {"tools": []}, {"chat_template": "a"}, {"a b": 1}, {HALF: 1}],
     **{name: [1, True, HALF, NESTED, "", {}] for name in ("unknown", "Temperature", "", "\u0000", "é", "x" * 10**5)},
     HALF: [1],
 }
@@ -251,7 +282,16 @@ def test_values_at_the_ends_of_their_ranges_and_nothing(server: Server, path: st
             "draft_length": [1, 2**31 - 1],
             "stop": [[], "a" * 256, ["a"] * 16],
         },
-        **{"n": [1, 1.0], "tools": [[]], "user": [""], "stream_options": [{}], "response_format": [{"type": "text"}]},
+        **{"n": [1, 2], "tools": [[]], "user": [""], "stream_options": [{}], "response_format": [{"type": "text"}]},
+        **{
+            "logprobs": [False],
+            "tool_choice": ["none", "auto"],
+            "parallel_tool_calls": [True],
+            "metadata": [{"a": "b"}],
+        },
+        **{"service_tier": ["auto", "default"], "modalities": [["text"]], "min_tokens": [0], "top_logprobs": [0]},
+        **{"presence_penalty": [0, 0.0], "frequency_penalty": [0], "logit_bias": [{}], "store": [False]},
+        **{"chat_template_kwargs": [{}], "prompt_cache_key": ["a"], "safety_identifier": ["a"], "best_of": [1]},
         **{name: [None] for name in (*HOSTILE, "prompt" if "chat" in path else "messages") if name not in (HALF,)},
     }
     for name, values in ends.items():
@@ -489,6 +529,327 @@ def test_an_audit_finds_nothing(server: Server, model: Any) -> None:
     prompts = [model.tokenizer(text).input_ids for text in ("def mean(values):\n", "class Queue:\n    def push(")]
     found = audit(subject, model.target, model.tokenizer, prompts, Settings(24, 4), "the target")
     assert found.is_lossless and not [one for one in found.findings if one.verdict == "failed"], found  # seeds included
+
+
+@contextlib.contextmanager
+def served(model: Any, **options: Any) -> Iterator[Server]:
+    """A server of its own, with these options."""
+    entries: list[dict[str, Any]] = []
+    with Server({"zoo:draft": model}, "target", ("127.0.0.1", 0), entries.append, **options) as made:
+        made.entries = entries  # type: ignore[attr-defined]
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{{ '\n' }}{% endfor %}"
+    "{% if tools %}{{ tools | map(attribute='function.name') | join }}{% endif %}{% if thinks %}<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "rendered"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+            "<user>a\nb\n",
+        ),
+        ({"messages": [{"role": "developer", "content": "a"}, MESSAGE]}, "<system>a\n<user>a\n"),
+        ({"messages": [MESSAGE, {"role": "assistant", "content": None, "annotations": []}]}, "<user>a\n<assistant>\n"),
+        (
+            {"messages": [MESSAGE, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]},
+            "<user>a\n<assistant><tool_call>Oslo</tool_call>\n",
+        ),
+        ({"messages": [MESSAGE, {"role": "tool", "content": "3", "tool_call_id": "1"}]}, "<user>a\n<tool>3\n"),
+        ({"messages": [MESSAGE], "tools": [TOOL]}, "<user>a\nweather"),
+        ({"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "none"}, "<user>a\n"),
+        ({"messages": [MESSAGE], "chat_template_kwargs": {"thinks": True}}, "<user>a\n<think>"),
+        ({"messages": [MESSAGE], "chat_template_kwargs": {"thinks": False}}, "<user>a\n"),
+    ],
+)
+def test_what_the_chat_template_is_given(
+    server: Server, model: Any, more: dict[str, Any], rendered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.tokenizer, "chat_template", MARKED)
+    found = asked(server, "/v1/chat/completions", CHAT | {"max_tokens": 4} | more)
+    ids = model.tokenizer(rendered, add_special_tokens=False).input_ids
+    assert found["usage"]["prompt_tokens"] == len(ids)
+    assert found["choices"][0]["message"]["content"] == model.tokenizer.decode(alone(model, ids, 4))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [MESSAGE | {"content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}],
+        [MESSAGE | {"content": [{"type": "text", "text": 1}]}],
+        [MESSAGE | {"content": ["a"]}],
+        [MESSAGE | {"tool_calls": [CALLED]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}],
+        [{"role": "assistant", "tool_calls": {"a": 1}}],
+    ],
+)
+def test_messages_that_have_no_text(server: Server, messages: list[Any]) -> None:
+    status, text = sent(server, "/v1/chat/completions", CHAT | {"messages": messages})
+    assert status == 400 and json.loads(text)["error"]["message"].startswith("messages: "), text
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<tool_call>\n{"name": "a", "arguments": {"b": "é"}}\n</tool_call>', [("a", {"b": "é"})]),
+        ('<tool_call>{"name": "a"}</tool_call>\n<tool_call>{"name": "b", "arguments": {}}', [("a", {}), ("b", {})]),
+        ('<tool_call>{"name": "a", "arguments": {"b": "</tool_call>"}}</tool_call>', [("a", {"b": "</tool_call>"})]),
+        ('<tool_call>{"name": "a", "argum', []),
+        ('<tool_call>{"name": 1}</tool_call>', []),
+        ('<tool_call>{"name": "a", "arguments": []}</tool_call>', []),
+        ('<tool_call>{"name": "a"}</tool_call> and more', []),
+        ("<tool_call>\n<function=a>\n</function>\n</tool_call>", []),
+        ("<tool_call>" + "[" * 5000, []),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools(
+    server: Server, model: Any, text: str, calls: list[Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text in the template's format becomes calls, and any other stays the text that it is."""
+    asked(server, "/v1/completions", TEXT)
+    monkeypatch.setattr(model.tokenizer, "chat_template", MARKED)
+    written = model.tokenizer("So: " + text, add_special_tokens=False).input_ids[:900]
+
+    def generate(given: torch.Tensor, streamer: Any, **call: Any) -> torch.Tensor:
+        streamer.put(given)
+        for token in written:
+            streamer.put(torch.tensor([token]))
+        streamer.end()
+        return given
+
+    monkeypatch.setattr(model, "generate", generate)
+    body = CHAT | {"messages": [MESSAGE], "tools": [TOOL], "stream": stream, "max_tokens": 901}
+    status, answer = sent(server, "/v1/chat/completions", body)
+    assert status == 200
+    if stream:
+        chunks = [json.loads(line[6:]) for line in answer.splitlines() if line and line != "data: [DONE]"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        content = "".join(one["content"] for one in deltas)
+        found, reason = deltas[-1].get("tool_calls", []), chunks[-1]["choices"][0]["finish_reason"]
+        assert [one.pop("index") for one in found] == list(range(len(calls)))
+    else:
+        (choice,) = json.loads(answer)["choices"]
+        content, reason = choice["message"]["content"], choice["finish_reason"]
+        found = choice["message"].get("tool_calls", [])
+    assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in found] == calls
+    assert content == ("So: " if calls else model.tokenizer.decode(written)) and reason == (
+        "tool_calls" if calls else "stop"
+    )
+    assert len({one["id"] for one in found}) == len(calls)
+    if len(calls) == 2 and not stream:
+        (choice,) = asked(server, "/v1/chat/completions", body | {"parallel_tool_calls": False})["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_several_answers_to_one_request(server: Server, path: str) -> None:
+    base = CHAT if "chat" in path else TEXT
+    one = asked(server, path, base | {"stop": "\n    "})
+    three = asked(server, path, base | {"n": 3, "stop": "\n    "})
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert [choice | {"index": 0} for choice in three["choices"]] == one["choices"] * 3
+    assert three["usage"]["completion_tokens"] == 3 * one["usage"]["completion_tokens"]
+    body = base | {"n": 2, "temperature": 1.0, "seed": 5, "draft_length": 3, "max_tokens": 60}
+    choices = asked(server, path, body)["choices"]
+    assert len({json.dumps(choice | {"index": 0}) for choice in choices}) == 2
+    _, text = sent(server, path, body | {"stream": True})
+    pieces = ["", ""]
+    for line in text.splitlines():
+        if line and line != "data: [DONE]":
+            for choice in json.loads(line[6:])["choices"]:
+                pieces[choice["index"]] += choice["delta"]["content"] if "chat" in path else choice["text"]
+    assert pieces == [choice["message"]["content"] if "chat" in path else choice["text"] for choice in choices]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_log_probabilities_are_the_targets(server: Server, model: Any, path: str, stream: bool) -> None:
+    is_chat = "chat" in path
+    more = {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3, "return_tokens_as_token_ids": True}
+    body = (CHAT if is_chat else TEXT) | more | {"max_tokens": 8, "n": 2}
+    if stream:
+        _, text = sent(server, path, body | {"stream": True})
+        chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line and "[DONE]" not in line]
+        choices = [one for one in chunks if one["logprobs"]]
+    else:
+        choices = asked(server, path, body)["choices"]
+    assert len(choices) == 2 and choices[0]["logprobs"] == choices[1]["logprobs"]
+    render = model.tokenizer.apply_chat_template
+    ids = (
+        render(CHAT["messages"], add_generation_prompt=True, return_dict=True).input_ids
+        if is_chat
+        else model.tokenizer(TEXT["prompt"]).input_ids
+    )
+    new = alone(model, ids, 8)
+    expected = model.target(torch.tensor([ids + new[:-1]])).logits[0, len(ids) - 1 :].float().log_softmax(-1)
+    best = expected.topk(3)
+    about = choices[0]["logprobs"]
+    if is_chat:
+        entries = about["content"]
+        values = [one["logprob"] for one in entries]
+        tops = [[top["logprob"] for top in one["top_logprobs"]] for one in entries]
+        assert b"".join(bytes(one["bytes"]) for one in entries).decode() == model.tokenizer.decode(new)
+        assert [one["token"] for one in entries] == [model.tokenizer.decode([token]) for token in new]
+    else:
+        values, tops = about["token_logprobs"], [list(one.values()) for one in about["top_logprobs"]]
+        assert about["tokens"] == [f"token_id:{token}" for token in new]
+        plain = asked(server, path, TEXT | {"logprobs": 0, "max_tokens": 8})["choices"][0]["logprobs"]
+        assert plain["top_logprobs"] is None and "".join(plain["tokens"]) == model.tokenizer.decode(new)
+    torch.testing.assert_close(torch.tensor(values), expected.gather(1, torch.tensor(new)[:, None])[:, 0])
+    torch.testing.assert_close(torch.tensor(tops), best.values)
+
+
+def test_log_probabilities_that_need_too_much_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.answers, "logits_bytes", 4 * server.answers.vocabulary * 10)
+    assert asked(server, "/v1/completions", TEXT | {"logprobs": 1, "max_tokens": 10})["choices"]
+    status, text = sent(server, "/v1/completions", TEXT | {"logprobs": 1, "max_tokens": 6, "n": 2})
+    assert status == 400 and "give a max_tokens of at most 10" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is not None, reason="it is installed")
+def test_json_needs_an_extra(server: Server) -> None:
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}):
+        status, text = sent(server, "/v1/chat/completions", CHAT | {"response_format": form})
+        message = json.loads(text)["error"]["message"]
+        assert status == 400 and message == f"response_format: JSON needs llguidance: {install('grammar')}"
+
+
+def test_metrics(model: Any) -> None:
+    def read(server: Server) -> dict[str, float]:
+        status, text = sent(server, "/metrics", None, "GET")
+        assert status == 200
+        lines = [line for line in text.splitlines() if not line.startswith("#")]
+        assert all(
+            re.fullmatch(r'[a-z_:0-9]+\{model_name="target"(,[a-z_]+="[^"]*")?\} [-+.e0-9]+', one) for one in lines
+        )
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    with served(model) as server:
+        start = read(server)
+        assert not any(start.values())
+        answers = [asked(server, "/v1/completions", TEXT | {"n": n}) for n in (1, 2)]
+        sent(server, "/v1/completions", TEXT | {"n": 99})
+        found = read(server)
+    label = '{model_name="target"'
+    expected = {
+        "vllm:prompt_tokens_total": sum(one["usage"]["prompt_tokens"] for one in answers),
+        "vllm:generation_tokens_total": sum(one["usage"]["completion_tokens"] for one in answers),
+        "vllm:spec_decode_num_draft_tokens_total": sum(one["report"]["drafted"] for one in answers),
+        "vllm:spec_decode_num_accepted_tokens_total": sum(one["report"]["accepted"] for one in answers),
+        "assisted:target_passes_total": sum(one["report"]["target_passes"] for one in answers),
+        "vllm:num_requests_running": 0,
+        "vllm:num_requests_waiting": 0,
+        "vllm:e2e_request_latency_seconds_count": 2,
+        "vllm:request_queue_time_seconds_count": 2,
+    }
+    assert {name: found[name + label + "}"] for name in expected} == expected
+    reason = answers[0]["choices"][0]["finish_reason"]
+    assert found[f'vllm:request_success_total{label},finished_reason="{reason}"}}'] == 3
+    assert [found[f'assisted:requests_total{label},status="{status}"}}'] for status in (200, 400)] == [3, 1]
+    buckets = [value for name, value in found.items() if name.startswith("vllm:time_to_first_token_seconds_bucket")]
+    assert buckets == sorted(buckets) and buckets[-1] == 2
+
+
+def test_a_key(model: Any) -> None:
+    with served(model, key="secret") as server:
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "é"}):
+            headers = {name: value.encode() for name, value in given.items()}
+            for path, method in (("/v1/completions", "POST"), ("/v1/models", "GET"), ("/metrics", "GET")):
+                status, text = sent(server, path, TEXT, method, headers)
+                assert status == 401 and json.loads(text)["error"]["message"].startswith("Authorization: ")
+        assert sent(server, "/health", None, "GET")[0] == 200
+        headers = {"Authorization": "Bearer secret"}
+        assert sent(server, "/v1/completions", TEXT, "POST", headers)[0] == 200
+        assert sent(server, "/v1/models", None, "GET", headers)[0] == 200
+    with pytest.raises(ValueError, match="key: "):
+        Server({"zoo:draft": model}, "target", ("127.0.0.1", 0), key="é")
+
+
+@pytest.mark.parametrize("origins", [(), ("http://a.example",), ("*",)])
+def test_web_pages_may_ask_if_they_are_named(model: Any, origins: tuple[str, ...]) -> None:
+    with served(model, origins=origins, key="secret") as server:
+        for origin in ("http://a.example", "http://b.example"):
+            allowed = "*" in origins or origin in origins
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+            asks = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "x-a, authorization",
+            }
+            connection.request("OPTIONS", "/v1/chat/completions", headers=asks)
+            answer = connection.getresponse()
+            assert answer.status == (204 if allowed else 403 if origins else 405)
+            assert answer.getheader("Access-Control-Allow-Headers") == ("x-a, authorization" if allowed else None)
+            connection.close()
+            connection.request(
+                "POST", "/v1/completions", json.dumps(TEXT), {"Origin": origin, "Authorization": "Bearer secret"}
+            )
+            answer = connection.getresponse()
+            assert answer.status == (200 if allowed else 403)
+            expected = None if not allowed else "*" if "*" in origins else origin
+            assert answer.getheader("Access-Control-Allow-Origin") == expected
+            connection.close()
+
+
+def test_a_queue_has_an_order_and_limits() -> None:
+    line, order = Line(2, 60.0), []
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def take(number: int) -> None:
+        with line.turn(None):
+            order.append(number)
+            inside.set()
+            assert goes_on.wait(60)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        until = time.monotonic() + 60
+        while len(line.waiting) <= number:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    assert inside.wait(60)
+    with pytest.raises(Refused, match=r"queue: 2 requests are waiting already") as error, line.turn(None):
+        raise AssertionError
+    assert error.value.status == 503
+    goes_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert order == [0, 1, 2] and not line.waiting
+    line.seconds = 0.0
+    with line.turn(None), pytest.raises(Refused, match="queue: no turn within 0 s"), line.turn(None):
+        raise AssertionError
+    assert not line.waiting
+
+
+def test_a_full_queue_and_too_many_connections_are_told(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(model, queue=0) as server, server.answers.line.turn(None):
+        status, text = sent(server, "/v1/completions", TEXT)
+        assert status == 503 and json.loads(text)["error"]["message"].startswith("queue: ")
+        assert 'vllm:num_requests_running{model_name="target"} 1' in sent(server, "/metrics", None, "GET")[1]
+        monkeypatch.setattr(server, "connections", 2)
+        idle = [connected(server, b"GET /health") for _ in range(2)]
+        until = time.monotonic() + 60
+        while server.open < 2:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert sent(server, "/health", None, "GET")[0] == 503
+        for client in idle:
+            client.close()
+        while server.open:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert sent(server, "/health", None, "GET")[0] == 200
 
 
 def test_what_a_server_needs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,15 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     serve.add_argument(
         "--keep", type=int, default=1024, metavar="MIB", help="of what was read; 0 keeps nothing" + DEFAULT
     )
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="that clients must send (default: ASSISTED_API_KEY of the environment, else none)",
+    )
+    serve.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages that may ask; * for all"
+    )
+    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait" + DEFAULT)
     add_loading(serve)
 
 
@@ -62,10 +72,15 @@ def _serve(args: argparse.Namespace) -> None:
             said = entry.get("error", {}).get("message", said)
             print(f"{entry['status']} {entry['path']} {entry['seconds']:.2f} s {said}", file=sys.stderr)
 
-    with Server(pairs, name, (args.host, args.port), log) as server:
+    key = args.api_key or os.environ.get("ASSISTED_API_KEY") or None
+    with Server(pairs, name, (args.host, args.port), log, key, args.allow_origin, args.queue) as server:
         url = f"http://{args.host}:{server.server_port}/v1"
         if args.json:
-            print_json({"url": url, "model": name, "drafts": list(server.pairs)}, indent=None)
+            print_json({"url": url, "model": name, "drafts": list(server.answers.pairs)}, indent=None)
         else:
-            print(f"{name} at {url}, drafts: {', '.join(server.pairs)}; Ctrl-C ends it", file=sys.stderr, flush=True)
+            print(
+                f"{name} at {url}, drafts: {', '.join(server.answers.pairs)}; Ctrl-C ends it",
+                file=sys.stderr,
+                flush=True,
+            )
         server.serve_forever()

@@ -445,36 +445,26 @@ def test_chat_has_commands(run: Callable[..., Any]) -> None:
         ("/usr/bin has it\n", ["/usr/bin has it"]),
     ],
 )
-def test_several_lines_are_one_message(
-    typed: str, messages: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe(monkeypatch, typed)
-    assert [turn["message"] for turn in turns(capsys)] == messages
+def test_several_lines_are_one_message(typed: str, messages: list[str], run: Callable[..., Any]) -> None:
+    assert [turn["message"] for turn in run(*TURNS, typed=typed)] == messages
 
 
 @pytest.mark.parametrize("show", [[], ["--show-drafts"]])
-def test_an_answer_that_is_cut_goes_on(
-    show: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe(monkeypatch, "x = 1\n")
-    (whole,) = turns(capsys, "--max-new-tokens", "24")
-    pipe(monkeypatch, "/more\nx = 1\n/more\ny = 2\n")
-    error, first, more, after = turns(capsys)
+def test_an_answer_that_is_cut_goes_on(show: list[str], run: Callable[..., Any]) -> None:
+    (whole,) = run(*TURNS, "--max-new-tokens", "24", typed="x = 1\n")
+    error, first, more, after = run(*TURNS, typed="/more\nx = 1\n/more\ny = 2\n")
     assert error["error"].startswith("message: there is no answer")
     assert first["cut"] and first["reply"] + more["reply"] == whole["reply"] and more["message"] == "/more"
     assert more["cached_tokens"] == more["prompt_tokens"] - 1  # nothing is read again
     assert after["cached_tokens"] == first["prompt_tokens"] + 23
-    pipe(monkeypatch, "x = 1\n/more\n")
-    assert main([*CHAT, *show]) == 0
-    shown = capsys.readouterr()
+    shown = run(*CHAT, *show, typed="x = 1\n/more\n")
     assert re.sub("\x1b\\[[0-9]*m", "", shown.out) == first["reply"] + "\n" + more["reply"] + "\n"
     assert shown.err.count("[The answer was cut after 12 tokens; /more goes on.]") == 2
 
 
-def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> None:
     """Its beginning stays in the conversation."""
-    pipe(monkeypatch, "x = 1\n")
-    (whole,) = turns(capsys, "--max-new-tokens", "16")
+    (whole,) = run(*TURNS, "--max-new-tokens", "16", typed="x = 1\n")
     put, before, seen = TextStreamer.put, signal.getsignal(signal.SIGINT), []
 
     def interrupted(self: Any, value: torch.Tensor) -> None:
@@ -484,54 +474,39 @@ def test_ctrl_c_stops_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(TextStreamer, "put", interrupted)
-    pipe(monkeypatch, "x = 1\n/more\n")
-    assert main(CHAT) == 0
-    shown = capsys.readouterr()
+    shown = run(*CHAT, typed="x = 1\n/more\n")
     assert "[The answer was stopped; /more goes on.]" in shown.err and "[4 tokens in" in shown.err
     assert shown.out.replace("\n", "") == whole["reply"].replace("\n", "")
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_settings_and_the_system_message_are_changed_in_a_chat(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pipe(monkeypatch, "x = 1\n")
-    (expected,) = turns(capsys, "--temperature", "0.7", "--seed", "5", "--system", "import os", "--draft-length", "3")
+def test_settings_and_the_system_message_are_changed_in_a_chat(run: Callable[..., Any]) -> None:
+    given = ["--temperature", "0.7", "--seed", "5", "--system", "import os", "--draft-length", "3"]
+    (expected,) = run(*TURNS, *given, typed="x = 1\n")
     commands = ["/set temperature 0.7", "/set seed 5", "/system import os", "x = 1"]
-    pipe(monkeypatch, "\n".join(commands) + "\n")
-    (found,) = turns(capsys, "--draft-length", "3")
+    (found,) = run(*TURNS, "--draft-length", "3", typed="\n".join(commands) + "\n")
     assert found["reply"] == expected["reply"] and found["prompt_tokens"] == expected["prompt_tokens"]
     wrong = ["/set temperature hot", "/set top_p 0.5", "/set heat 1", "/set temperature -1", "/set max_new_tokens 0"]
-    pipe(monkeypatch, "\n".join([*wrong, "/set max_new_tokens 3", "x = 1"]))
-    *errors, found = turns(capsys)
+    *errors, found = run(*TURNS, typed="\n".join([*wrong, "/set max_new_tokens 3", "x = 1"]))
     assert [one["error"].split()[0] for one in errors] == ["/set:", "top_p:", "/set:", "temperature:", "/set:"]
     assert found["report"]["new_tokens"] == 3
-    pipe(monkeypatch, "/set\n/system\n/system import os\n/system\n")
-    assert main(CHAT) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("temperature 0.0, top_p None") and said[1:] == [
-        "There is no system message.",
-        "import os",
-    ]
+    said = run(*CHAT, typed="/set\n/system\n/system import os\n/system\n").err.splitlines()
+    assert said[0].startswith("temperature 0.0, top_p None")
+    assert said[1:] == ["There is no system message.", "import os"]
 
 
-def test_a_conversation_is_saved_and_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_is_saved_and_loaded(tmp_path: Path, run: Callable[..., Any]) -> None:
     file = tmp_path / "a file.json"
-    pipe(monkeypatch, f"x = 1\n/save {file}\n")
-    (first,) = turns(capsys, "--system", "import os")
+    (first,) = run(*TURNS, "--system", "import os", typed=f"x = 1\n/save {file}\n")
     saved = json.loads(file.read_text())
     assert [one["content"] for one in saved] == ["import os", "x = 1", first["reply"]]
-    pipe(monkeypatch, f"z\n/load {file}\ny = 2\n/save {file}\n/clear\nx = 1\n")
-    _, found, again = turns(capsys)
+    _, found, again = run(*TURNS, typed=f"z\n/load {file}\ny = 2\n/save {file}\n/clear\nx = 1\n")
     assert again["reply"] == first["reply"]  # the system message was loaded
     added = [{"role": "user", "content": "y = 2"}, {"role": "assistant", "content": found["reply"]}]
     assert json.loads(file.read_text()) == [*saved, *added]
     (tmp_path / "bad").write_text('[{"role": 1}]')
     commands = ["/save", f"/save {tmp_path}", "/load", f"/load {tmp_path / 'none'}", f"/load {tmp_path / 'bad'}"]
-    pipe(monkeypatch, "\n".join(commands))
-    errors = [turn["error"] for turn in turns(capsys)]
+    errors = [turn["error"] for turn in run(*TURNS, typed="\n".join(commands))]
     assert len(errors) == 5 and "has no saved conversation (messages: give a list" in errors[4]
 
 

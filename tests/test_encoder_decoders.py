@@ -5,7 +5,6 @@ Everything beside plain `generate` of the target, for each family of encoder_dec
 
 from __future__ import annotations
 
-import collections
 import functools
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ from encoder_decoders import BY_NAME, FAMILIES, FRAMES, Family
 from pairs import CALL, ENDS, ROUNDING, no_fallback, pair, said_by
 from test_continued import Guided
 from test_other_inputs import kept
-from test_sampling import ALPHA, p_value
+from test_sampling import ALPHA, FEW_TOKENS, exact_texts, p_value_of_texts
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -158,36 +157,18 @@ def test_the_encoders_text_is_copied_from() -> None:
     assert model.report.drafted > 0
 
 
-def exact(target: PreTrainedModel, call: dict[str, Any], **settings: Any) -> dict[Any, float]:
-    """The probability of each three tokens, by plain `generate` of one token at a time."""
-    found: dict[Any, float] = {(): 1.0}
-    settings |= {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
-    for _ in range(3):
-        longer: dict[Any, float] = {}
-        for tokens, probability in found.items():
-            begun = {"decoder_input_ids": torch.tensor([[START, *tokens]])}
-            after = target.generate(**call, **begun, **settings).scores[0][0].double().softmax(-1)
-            longer |= {
-                (*tokens, token): probability * float(after[token]) for token in after.nonzero().flatten().tolist()
-            }
-        found = longer
-    return found
-
-
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_sampled_tokens_follow_the_targets_distribution(name: str) -> None:
     target, model = target_of(name)
     call = BY_NAME[name].inputs(1)
-    settings = {"do_sample": True, "top_k": 3, "temperature": 0.7, "eos_token_id": None, "pad_token_id": 0}
-    expected = exact(target, call, **settings)
+    expected = exact_texts(
+        target, lambda tokens: call | {"decoder_input_ids": torch.tensor([[START, *tokens]])}, **FEW_TOKENS
+    )
     torch.manual_seed(1)
     with no_fallback():
-        sequences = model.generate(**call, **settings, max_new_tokens=3, num_return_sequences=3000, draft_length=1)
+        sequences = model.generate(**call, **FEW_TOKENS, max_new_tokens=3, num_return_sequences=3000, draft_length=1)
     assert 0 < model.report.accepted < model.report.drafted
-    drawn = collections.Counter(tuple(row) for row in sequences[:, -3:].tolist())
-    assert set(drawn) <= set(expected)
-    observed = torch.tensor([drawn[tokens] for tokens in expected])
-    assert p_value(observed, torch.tensor([*expected.values()], dtype=torch.float64)) > ALPHA
+    assert p_value_of_texts(sequences[:, -3:], expected) > ALPHA
 
 
 @pytest.mark.parametrize("rows", [1, 3])

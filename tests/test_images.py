@@ -5,7 +5,6 @@ Everything beside plain `generate` of the target, for each family of image_model
 
 from __future__ import annotations
 
-import collections
 import functools
 import warnings
 from pathlib import Path
@@ -19,7 +18,7 @@ from image_models import BY_NAME, FAMILIES, IMAGE, Family
 from methods import METHODS, Method
 from pairs import CALL, ENDS, no_fallback, pair, said_by
 from test_continued import Guided
-from test_sampling import ALPHA, p_value
+from test_sampling import ALPHA, FEW_TOKENS, exact_texts, p_value_of_texts
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
@@ -109,40 +108,22 @@ def test_a_text_model_drafts_for_one_that_sees() -> None:
     assert model.report.drafted > 0
 
 
-def exact(target: PreTrainedModel, call: dict[str, Any], types: str | None, **settings: Any) -> dict[Any, float]:
-    """The probability of each three tokens that follow a prompt with a picture, by plain `generate` of one token at a time."""
-    found: dict[Any, float] = {(): 1.0}
-    settings |= {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
-    for _ in range(3):
-        longer: dict[Any, float] = {}
-        for tokens, probability in found.items():
-            text = dict(call)
-            text["input_ids"] = torch.cat([call["input_ids"], torch.tensor([[*tokens]], dtype=torch.long)], 1)
-            text["attention_mask"] = torch.ones_like(text["input_ids"])
-            if types is not None:
-                text[types] = torch.nn.functional.pad(call[types], (0, len(tokens)))
-            after = target.generate(**text, **settings).scores[0][0].double().softmax(-1)
-            longer |= {
-                (*tokens, token): probability * float(after[token]) for token in after.nonzero().flatten().tolist()
-            }
-        found = longer
-    return found
-
-
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "llava", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_sampled_tokens_follow_the_targets_distribution(name: str) -> None:
     target, model = target_of(name)
-    call = BY_NAME[name].inputs(1, padded=False)
-    settings = {"do_sample": True, "top_k": 3, "temperature": 0.7, "eos_token_id": None, "pad_token_id": 0}
-    expected = exact(target, call, BY_NAME[name].types, **settings)
+    call, types = BY_NAME[name].inputs(1, padded=False), BY_NAME[name].types
+
+    def after(tokens: tuple[int, ...]) -> dict[str, Any]:
+        ids = torch.cat([call["input_ids"], torch.tensor([[*tokens]], dtype=torch.long)], 1)
+        text = call | {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return text | ({} if types is None else {types: torch.nn.functional.pad(call[types], (0, len(tokens)))})
+
+    expected = exact_texts(target, after, **FEW_TOKENS)
     torch.manual_seed(1)
     with no_fallback():
-        sequences = model.generate(**call, **settings, max_new_tokens=3, num_return_sequences=3000, draft_length=1)
+        sequences = model.generate(**call, **FEW_TOKENS, max_new_tokens=3, num_return_sequences=3000, draft_length=1)
     assert 0 < model.report.accepted < model.report.drafted
-    drawn = collections.Counter(tuple(row) for row in sequences[:, -3:].tolist())
-    assert set(drawn) <= set(expected)
-    observed = torch.tensor([drawn[tokens] for tokens in expected])
-    assert p_value(observed, torch.tensor([*expected.values()], dtype=torch.float64)) > ALPHA
+    assert p_value_of_texts(sequences[:, -3:], expected) > ALPHA
 
 
 @pytest.mark.parametrize(("family", "rows"), in_turns(FAMILIES, [3, 1]))

@@ -1,5 +1,6 @@
 """Sampling: the distribution of the output is the target's own, by chi-square over whole sequences."""
 
+import collections
 import itertools
 import math
 
@@ -108,6 +109,30 @@ def p_value(observed, distribution):
     expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
     observed, expected = observed[expected > 0], expected[expected > 0]
     return stats.chisquare(observed.numpy(), (expected * observed.sum() / expected.sum()).numpy()).pvalue
+
+
+FEW_TOKENS = {"do_sample": True, "top_k": 3, "temperature": 0.7, "eos_token_id": None, "pad_token_id": 0}
+
+
+def exact_texts(target, after, **settings):
+    """The probability of each three tokens, by plain `generate` of one token at a time. after: the call after some tokens."""
+    found = {(): 1.0}
+    settings |= {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+    for _ in range(3):
+        longer = {}
+        for tokens, probability in found.items():
+            p = target.generate(**after(tokens), **settings).scores[0][0].double().softmax(-1)
+            longer |= {(*tokens, token): probability * float(p[token]) for token in p.nonzero().flatten().tolist()}
+        found = longer
+    return found
+
+
+def p_value_of_texts(texts, expected):
+    """texts: [B, 3] tokens; expected: what `exact_texts` found."""
+    drawn = collections.Counter(map(tuple, texts.tolist()))
+    assert set(drawn) <= set(expected)
+    observed = torch.tensor([drawn[tokens] for tokens in expected])
+    return p_value(observed, torch.tensor([*expected.values()], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -30,15 +30,6 @@ def test_a_tree_accepts_what_either_model_knows():
     assert merged.report.tokens_per_pass > alone.report.tokens_per_pass
 
 
-def test_targets_without_trees_get_the_first_drafters_chains():
-    target = build(BY_NAME["bloom"])
-    members = half_right(target), build(BY_NAME["bloom"], seed=5)
-    model = AssistedModelForCausalLM.from_models(target, draft=Merged(members), draft_length=4)
-    ids = random_ids(target, 1, 12, seed=3)
-    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
-    assert model.report.accepted > 0
-
-
 chains = st.lists(st.lists(st.integers(0, 3), min_size=0, max_size=5), min_size=1, max_size=4)
 
 

@@ -15,7 +15,7 @@ from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.engine.tree_reader import TreeReader
 from assisted.lengths import Adaptive, Costs
-from assisted.lengths.cost_model import COLUMN, Timings, best_size
+from assisted.lengths.cost_model import COLUMN, Timings
 from assisted.methods.draft_model.tree import LARGEST, TreeDrafter
 from assisted.methods.shared.tree_growth import Offers
 
@@ -84,19 +84,6 @@ def test_the_nodes_are_the_most_probable_paths() -> None:
     assert [round(2.718281828 ** offers.scores[node], 3) for node in offers.best] == [0.7, 0.35, 0.2, 0.18]
 
 
-def test_flat_costs_lead_to_large_trees_and_steep_ones_to_small() -> None:
-    worth = [0.9 / (1 + node / 4) for node in range(1024)]
-    sizes = (1, 4, 16, 64, 256, 1024)
-    flat, steep = Costs(((1, 1.0), (1025, 1.01)), 0.0), Costs(((1, 1.0), (2, 2.0)), 0.0)
-
-    def size(worth: list[float], costs: Costs) -> int:
-        return best_size(worth, lambda nodes: 0.1 + costs.verify_seconds(nodes + 1), sizes)[0]
-
-    assert size(worth, flat) == 1024
-    assert size(worth[:500], flat) == 500
-    assert size(worth, steep) <= 1
-
-
 def test_the_measured_slope_over_many_positions_counts() -> None:
     """Otherwise the guess of 2% a position would keep trees small whose nodes cost nothing."""
     curve = Timings(17, COLUMN, one_apart=True)
@@ -119,14 +106,6 @@ def test_a_resident_target_gets_chains_from_a_draft_model() -> None:
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
     assert not isinstance(model.drafter, TreeDrafter)
     assert AssistedModelForCausalLM.from_models(target, draft=DraftTree(half_right(target))).drafter.sizes_trees
-
-
-def test_targets_without_tree_masks_get_chains() -> None:
-    target = build(BY_NAME["bloom"])
-    model = AssistedModelForCausalLM.from_models(target, draft=DraftTree(half_right(target)), draft_length=4)
-    ids = random_ids(target, 1, 12, seed=1)
-    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
-    assert model.report.accepted > 0
 
 
 def test_what_is_refused() -> None:

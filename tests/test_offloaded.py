@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from covering import in_turns
 from eagle_heads import random_head
 from medusa_heads import knowing_what_follows
 from pairs import BY_NAME, CALL, no_fallback
@@ -80,8 +81,7 @@ DRAFTS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft,place", in_turns(list(DRAFTS), PLACES))
 def test_offloaded_targets(draft: str, place, tmp_path: Path) -> None:
     ids = random_ids(fresh(), 1, 12, seed=1)
     call = CALL | {"attention_mask": torch.ones_like(ids)}
@@ -93,8 +93,7 @@ def test_offloaded_targets(draft: str, place, tmp_path: Path) -> None:
     assert pair.report.accepted > 0 or draft in ("default", "eagle 1", "eagle 3")
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("place,sampled", in_turns(PLACES, [False, True]))
 def test_a_draft_model_drafts_trees_for_them(place, sampled: bool, tmp_path: Path) -> None:
     """Without being asked, and of a size that follows from measured costs."""
     ids = random_ids(fresh(), 2, 12, seed=1)

@@ -214,7 +214,9 @@ class Generation:
         longest, context = max(call.target.cache.unpadded), call.target.context
         if longest > context:
             warn_plain(f"the prompt is longer than the target's context of {context} tokens")
-        self.recorder.read_prompt(now() - started)
+        seconds = now(call.target.device) - started
+        self.recorder.read_prompt(seconds)
+        call.length.prompt_read(call.text.room - 1, seconds, call.target.passes.rounding(call.text.rows))
         drafting = call.drafting() if self.asks.drafts else call.guarded(None)
         with call.distribution.matching(call.text):
             decode(call.target, drafting, call.text, call.distribution, call.length, logits, self.recorder)

@@ -150,7 +150,7 @@ CARDS = {  # passes of 2 to 9 ms; a capture takes 50 to 300 ms
     "1 billion, usual draft": Pair(0.2, 0.005, first_column=0.1, capture=50.0),
     "expensive draft": Pair(0.7, 0.01, first_column=0.1, capture=25.0),
 }
-ROWS = 0.008  # what a column of a further row adds there
+ROWS = 0.003  # what a column of a further row adds there
 
 
 def cards() -> dict[str, Scenario]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from assisted.core.drafts import Draft, Round
+from assisted.engine.shapes import columns_among
 from assisted.fast.capture import CudaGraphs
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
@@ -149,7 +150,13 @@ def simulate(
     def taken(seconds: float) -> float:
         return seconds * max(0.2, rng.gauss(1, pair.noise)) * (10 if rng.random() < pair.outliers else 1)
 
+    if pair.prompt and isinstance(policy, Adaptive) and policy.draft_cost is None:
+        policy = dataclasses.replace(policy, draft_cost=0.7 * pair.draft)  # a share of weights is a rough guess
     length = policy.start(earlier)
+    if pair.prompt:
+        length.drafter_reads_prompt()
+    rounding = functools.partial(columns_among, len(texts)) if pair.capture else None
+    length.prompt_read(tokens, pair.prompt / pair.draft if asks else 0.0, rounding)
     at, read = [0] * len(texts), -1
     run = Run(0, 0.0, length, 0.0, captures or CudaGraphs())
 
@@ -201,6 +208,7 @@ def simulate(
         seconds = {"draft_seconds": taken(draft_seconds), "verify_seconds": taken(verify_seconds)}
         nothing = Draft.empty(len(at))
         length.observe(Round(nothing, torch.empty(len(at), 1, 0), unfinished, budget > 0, **counts, **seconds))
+    length.end()
     return run
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import simulation
@@ -12,15 +13,17 @@ import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, simulate
 
-from assisted import AssistedModelForCausalLM
+from assisted import AssistedModelForCausalLM, generation
 from assisted.calls.costs import share_of_weights
 from assisted.core.drafts import Round
+from assisted.engine.runner import CachedModel
 from assisted.lab.bench import held_out_prompts
 from assisted.lengths import Confidence, Costs, Fixed, from_dict, to_dict
 from assisted.lengths.adaptive import Adaptive
 from assisted.lengths.cost_model import Timings
 from assisted.lengths.rates import Acceptance
 from assisted.methods.combined import CombinedLength, Member
+from assisted.methods.shared.runner import HeadRunner
 
 TOKENS = 2000
 SOURCES = {
@@ -505,6 +508,80 @@ def test_on_models():
     assert model.length.costs.draft > 0
     assert model.length.known.rounds > 60 / 17 * 2  # those of both calls with three rows
     assert len(model.measured.lengths) == 2
+
+
+def answered(length, tokens, seconds=1.0):
+    """The rounds of a call without drafts."""
+    for _ in range(tokens):
+        length.budget(ONE)
+        length.observe(Round.counted([(0, 0, 1)], 0.0, seconds, asked=False))
+    length.end()
+    return length
+
+
+@pytest.mark.parametrize(
+    ("share", "prompt", "room", "earlier", "reads"),
+    [
+        (0.1, 100.0, 16, (), False),  # ten forward passes of reading, in a sixteen-token answer
+        (0.1, 100.0, 256, (), True),
+        (0.1, 100.0, 256, (12, 9, 11), False),  # no answer was that long
+        (0.1, 100.0, 16, (16, 16), False),
+        (0.1, 100.0, 256, (16, 16), True),  # they had to end
+        (0.1, 2.0, 16, (), True),
+        (None, 100.0, 16, (), True),  # a lookup has nothing to read
+    ],
+)
+def test_a_draft_reads_the_prompt_only_for_an_answer_of_enough_tokens(share, prompt, room, earlier, reads):
+    length, policy = None, Adaptive(draft_cost=share)
+    for tokens in earlier:
+        length = policy.start(length)
+        length.drafter_reads_prompt()
+        length.prompt_read(16 if tokens == 16 else 256, 1000.0)
+        answered(length, tokens)
+    length = policy.start(length)
+    if share is not None:
+        length.drafter_reads_prompt()
+    length.prompt_read(room, prompt)
+    budgets = []
+    for _ in range(3):  # two rounds without a draft tell what there is to save
+        budgets.append(length.budget(ONE))
+        if not budgets[-1]:
+            length.observe(Round.counted([(0, 0, 1)], 0.0, 1.0, asked=False))
+    assert (budgets[-1] > 0) is reads
+
+
+def test_a_head_of_a_hybrid_reads_the_prompt_only_for_long_answers(monkeypatch):
+    """In seconds that count columns: by its weights, the head reads the prompt in the time of five forward passes."""
+    clock, read = SimpleNamespace(seconds=0.0), []
+    monkeypatch.setattr("assisted.core.clock.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+
+    def costs(owner, name, cost):
+        run = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            clock.seconds += cost(*args)
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def reading(runner, tokens, states, counts):
+        read.append(sum(counts))
+        return 0.1 + 0.05 * sum(counts)
+
+    costs(CachedModel, "__call__", lambda runner, ids, *_: 0.98 + 0.02 * ids.shape[1])
+    costs(generation, "read_prompt", lambda call, lent: 0.4 * call.inputs.ids.shape[1])
+    costs(HeadRunner, "read", reading)
+    model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft="mtp")
+    ids = next(held_out_prompts(model.tokenizer)).ids[:, :150]
+    call = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1}
+    for tokens, reads in ((8, False), (8, False), (96, True)):
+        read.clear()
+        plain = model.generate(ids, max_new_tokens=tokens, assisted=False, **call)
+        assert model.generate(ids, max_new_tokens=tokens, **call).tolist() == plain.tolist()
+        assert (sum(read) >= 149) is reads
+        assert (model.report.drafted > 0) is reads
+        passes = model.report.target_passes
+        assert passes < 80 if reads else passes == tokens - 1
 
 
 def test_saved_with_the_pair(tmp_path):

@@ -58,6 +58,11 @@ class Passes:
         """
         return None
 
+    def rounding(self, most: int) -> Callable[[int, int], int | None] | None:
+        """If each shape is captured: the number of columns that a pass is rounded up to, given its columns and rows; None for a
+        pass too wide to capture. most: rows of the call."""
+        return None
+
     def release(self, reason: str) -> None:
         """Free the memory of captured passes, and run eagerly from now on."""
 

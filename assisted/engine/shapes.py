@@ -26,6 +26,11 @@ def columns_for(width: int, rows: int) -> int | None:
     return next((size for size in WIDTHS if size >= width), None)
 
 
+def columns_among(most: int, width: int, rows: int) -> int | None:
+    """`columns_for`, where `rows` of at most so many rows run."""
+    return columns_for(width, rows_for(rows, most))
+
+
 def slots_for(top: int, sizes_open: bool = False) -> int:
     """Slots of a captured forward pass: powers of two, and above 1024 also 3/4 of each power. With sizes_open, multiples of
     1/8 of a power.

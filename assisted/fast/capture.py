@@ -153,7 +153,9 @@ class CudaGraphs(Captures):
         if found is None or width > 1 or found in self.held:
             return found
         wider = super().shape(kind, rows, 2, last, tree, in_low_bits)
-        if wider not in self.held or wider.columns * rows > CHEAP or self._filled_up[found] >= _FILLED_UP:
+        if wider is None or wider not in self.held or wider.columns * rows > CHEAP:
+            return found
+        if self._filled_up[found] >= _FILLED_UP:
             return found
         self._filled_up[found] += 1  # a capture takes longer than these passes lose
         return wider

@@ -28,7 +28,7 @@ from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
 from ..engine.passes import Inputs, Passes, Runner
 from ..engine.prepared import CallSettings
-from ..engine.shapes import WIDTHS, columns_for, slots_for
+from ..engine.shapes import WIDTHS, columns_among, columns_for, slots_for
 from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, Outputs, Shape
 from .products import may_copy, may_take
 from .sources import Modules, Source, Weights
@@ -105,6 +105,9 @@ class Graphs(Passes):
     def captured(self) -> int:
         """The number of captured passes."""
         return 0 if self.captures is None else len(self.captures.held)
+
+    def rounding(self, most: int) -> Callable[[int, int], int | None] | None:
+        return functools.partial(columns_among, most) if isinstance(self.captures, CudaGraphs) else None
 
     def release(self, reason: str) -> None:
         self._forget()

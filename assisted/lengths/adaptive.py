@@ -13,12 +13,14 @@ from operator import mul
 import torch
 
 from ..core.drafts import Round
-from .base import Length
-from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size
+from .base import Columns, Length
+from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size, best_speedup
 from .rates import Acceptance
 
 LONGEST = 16
 """Tokens of a chain. A longer one is worthwhile only where a draft costs next to nothing and is nearly always right."""
+CAPTURED = (7, 15)
+"""The same where each shape of a forward pass is captured, so that it has 8 or 16 columns; the second after `ENOUGH` drafts."""
 DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
@@ -34,6 +36,10 @@ DRAFT = 0.15
 """Guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known."""
 PAUSE = 4.0
 """Length of the first pause in tokens, times the root of the rows; it doubles with every probe that fails."""
+ACCEPTANCE = 0.6
+"""Guess of the acceptance rate, for whether a draft is worth the reading of the prompt."""
+READ_SHARE = 0.01
+"""Share of the time in which a draft may read prompts though that is not expected to be worthwhile."""
 STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
@@ -51,6 +57,7 @@ class Known:
         verify: seconds of a forward pass of the target by its positions.
         draft: seconds of a draft by its forward passes; of a drafter that proposes a block at once, by the tokens that it was
             asked for.
+        draft_cost: of a forward pass of the draft in passes of the target, until it is measured.
         credit: tokens that drafting may still lose before it pauses, see `CREDIT`.
         pause: length of the next pause in tokens.
         paused: tokens left of the current pause.
@@ -59,11 +66,16 @@ class Known:
         asks: whether the drafter asks before every token; None before its first draft.
         nodes: drafted nodes, to the tokens that a block was asked for: 1 for chains.
         pace: recent seconds per committed token of a row, by the costs.
+        reading: seconds in which the draft reads a prompt, to those of the target.
+        answers: tokens of the answers, to those that ended before they had to.
+        saved: share of the baseline's time that is saved once the draft has read the prompt.
+        unread: tokens since it last read one.
         rounds, plain_at: number of rounds so far, and of the last one without a draft.
     """
 
     verify: Timings
     draft: Timings
+    draft_cost: float = DRAFT
     credit: float = 1.0
     pause: float = PAUSE
     paused: float = 0.0
@@ -72,6 +84,10 @@ class Known:
     asks: bool | None = None
     nodes: DecayedMean = field(default_factory=DecayedMean)
     pace: DecayedMean = field(default_factory=DecayedMean)
+    reading: DecayedMean = field(default_factory=DecayedMean)
+    answers: DecayedMean = field(default_factory=DecayedMean)
+    saved: DecayedMean = field(default_factory=DecayedMean)
+    unread: int = 0
     rounds: int = 0
     plain_at: int = 0
 
@@ -126,13 +142,13 @@ class _Adaptive(Length):
 
     def __init__(self, policy: Adaptive, earlier: _Adaptive | None):
         self.policy = policy
-        self.draft_cost = DRAFT if policy.draft_cost is None else policy.draft_cost  # until one is measured
-        column = COLUMN if policy.position_cost is None else policy.position_cost  # the same
+        column = COLUMN if policy.position_cost is None else policy.position_cost  # until it is measured
         costs, self.maximum = policy.costs, policy.maximum or LONGEST
         self.known: Known = (
             Known(
                 Timings(self.maximum + 1, column, dict(costs.verify) if costs else None, one_apart=True),
                 Timings(self.maximum, _FORWARD, {1: costs.draft, 2: 2 * costs.draft} if costs else None),
+                DRAFT if policy.draft_cost is None else policy.draft_cost,
             )
             if earlier is None
             else pickle.loads(pickle.dumps(earlier.known))  # a copy, made in a sixth of deepcopy's time
@@ -140,9 +156,12 @@ class _Adaptive(Length):
         self.local: dict[int, DecayedMean] = {}  # by row: seconds per token in its last rounds
         self.reached: dict[int, int] = {}  # by row: tokens committed in this call
         self.slowest = _SLOWEST
+        self.room: float | None = None  # tokens of an answer; None where rows get other texts
+        self.prompt_seconds = 0.0  # of the target
+        self.columns: Columns | None = None
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
-        self.sized_by_drafter = False
+        self.sized_by_drafter = self.reads_prompt = False
         self.missed = float("inf")  # tokens committed since the draft's last round; at first the prompt
         self.proposing = torch.tensor(())  # [B] bool, the last result of `go_on`
         self._begin()
@@ -167,23 +186,39 @@ class _Adaptive(Length):
         known = self.known
         if not known.verify.knots or not known.draft.knots:
             return None
-        return Costs(known.verify.knots, known.draft.each(by_count=known.asks is not False))
+        verify = known.verify.knots
+        if self.columns is not None:
+            verify = tuple((count, self._verify(count)) for count in range(1, max(known.verify.largest, 2) + 1))
+        return Costs(verify, known.draft.each(by_count=known.asks is not False))
 
     @property
     def predicted_speedup(self) -> float | None:  # type: ignore[override]
         """Of its recent rounds, by the costs."""
         known = self.known
-        return known.verify.at(1) / known.pace.mean() if known.draft.knots and known.pace.total else None
+        return self._verify(1) / known.pace.mean() if known.draft.knots and known.pace.total else None
 
     def drafter_sizes_tree(self) -> None:
         self.sized_by_drafter, self.needs_q = True, False
 
+    def drafter_reads_prompt(self) -> None:
+        self.reads_prompt = True
+
     def renew(self, row: int) -> None:
         self.slowest = 0.0
+
+    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
+        self.room, self.prompt_seconds, self.columns = room, prompt_seconds, columns
+
+    def end(self) -> None:
+        tokens = max(self.reached.values(), default=0)
+        if self.room is not None and tokens:
+            self.known.answers.add(tokens, tokens < self.room, KEEP_LOCAL)
 
     def budget(self, unfinished: Sequence[int]) -> int:
         known = self.known
         self.unfinished = unfinished
+        if self.columns is not None and self.policy.maximum is None:
+            self.maximum = CAPTURED[known.acceptance.rounds >= ENOUGH]
         self._begin()
         known.verify.one_apart = len(unfinished) == 1  # of several rows, one column each is several already
         known.rounds += 1
@@ -191,6 +226,8 @@ class _Adaptive(Length):
             return 0
         if (known.rounds in _WARM_UP and 1 not in known.verify.typical) or known.rounds - known.plain_at > STALE:
             known.plain_at = known.rounds
+            return 0
+        if self.missed == float("inf") and not self._is_worth_reading():
             return 0
         self.forwards = 1
         self.probing = known.credit <= 0
@@ -253,7 +290,7 @@ class _Adaptive(Length):
         for position, accept in enumerate(self.known.found.chain(longest)):
             reached *= accept
             here = sum(price for count, price in zip(found, prices, strict=True) if count > position)
-            gain += reached * here / len(prices) - (verify.at(position + 2) - verify.at(position + 1))
+            gain += reached * here / len(prices) - (self._verify(position + 2) - self._verify(position + 1))
             if gain > most or (position == 0 and self.probing):  # a probe drafts at least one token
                 best, most = position + 1, gain
         return best
@@ -262,7 +299,7 @@ class _Adaptive(Length):
         known, rows = self.known, round.unfinished
         committed, advance = round.mean(round.kept), self._advance(round)
         drafted = max(round.drafted[row] for row in rows)
-        known.verify.add(1 + drafted, round.verify_seconds)
+        known.verify.add(self._columns(1 + drafted), round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
         # a positive budget may yield no draft because the text had no room for one
@@ -271,11 +308,14 @@ class _Adaptive(Length):
         # almost nothing
         behind = drafting and self.missed > self.maximum + 1 and known.asks is not False
         if drafting:
+            if self.missed == float("inf") and self.prompt_seconds:
+                reading = round.draft_seconds - (self._draft_cost() if known.draft.knots else 0.0)
+                known.reading.add(max(0.0, reading), self.prompt_seconds, KEEP_LOCAL)
             self._learn(round, drafted, behind)
         self.missed = 0.0 if drafting else self.missed + committed
         if not known.verify.knots:
             return
-        plain, cost = known.verify.at(1), known.verify.at(1 + drafted)
+        plain, cost = self._verify(1), self._verify(1 + drafted)
         if drafting:
             cost += self._draft_cost()
         for row in rows:
@@ -283,6 +323,10 @@ class _Adaptive(Length):
                 self.local[row] = known.pace.faded((1 - KEEP) / (1 - KEEP_LOCAL))
             self.local[row].add(cost, round.kept[row], KEEP_LOCAL)
         known.pace.add(cost, committed, KEEP)
+        known.unread += round.kept[rows[0]]
+        if self.missed < float("inf"):
+            known.saved.add(committed * plain - cost, committed * plain, KEEP)
+            known.unread = 0
         if drafting and known.draft.knots:
             found_nothing = drafted == 0 and not self.asked  # a lookup, which costs next to nothing
             margin = 1.0 if found_nothing else self.policy.margin
@@ -306,6 +350,27 @@ class _Adaptive(Length):
             self.reached[row] = self.reached.get(row, 0) + round.kept[row]
         return min(self.reached[row] for row in round.unfinished) - before
 
+    def _columns(self, count: int) -> int:
+        """The columns of a forward pass over so many."""
+        return count if self.columns is None else self.columns(count, len(self.unfinished)) or count
+
+    def _verify(self, count: int) -> float:
+        """Seconds of a forward pass of the target. Only once something is known."""
+        return self.known.verify.at(self._columns(count))
+
+    def _is_worth_reading(self) -> bool:
+        """Whether a draft is expected to save more time in the rest of the answer than it takes to read the prompt."""
+        known = self.known
+        reading = known.reading.mean(known.draft_cost, self.prompt_seconds) * self.prompt_seconds
+        if not self.reads_prompt or not reading or self.room is None:
+            return True
+        if not known.verify.knots:  # a round without a draft tells what there is to save
+            return False
+        plain, guess = self._verify(1), 1 - 1 / best_speedup(ACCEPTANCE, known.draft_cost)
+        saved = known.saved.mean(max(0.0, guess), ENOUGH * plain) * plain
+        left = min(self.room - max(self.reached.values(), default=0), known.answers.mean(self.room))
+        return reading < max(saved * left, READ_SHARE * plain * known.unread)
+
     def _price(self, row: int) -> float:
         """Seconds that a token of this row is worth: its recent pace, at most a forward pass over one token.
 
@@ -314,7 +379,7 @@ class _Adaptive(Length):
         known = self.known
         if not known.verify.knots:
             return 1.0
-        plain = known.verify.at(1)
+        plain = self._verify(1)
         return min(plain, self.local.get(row, known.pace).mean(plain))
 
     def _enter(self) -> None:
@@ -410,12 +475,12 @@ class _Adaptive(Length):
         if len(self.unfinished) > 1 and position + 2 > _FARTHER * verify.largest:
             return False
         draft = self.known.draft
-        forward = draft.step if draft.knots else self.draft_cost * verify.at(1)
+        forward = draft.step if draft.knots else self.known.draft_cost * self._verify(1)
         # a forward pass advances all rows: time saved in one row counts for its share of the batch
         gain = sum(expected * self.prices[row] for row, expected in gains.items()) / len(self.prices)
-        saved, cost, before = gain, forward if drafting else 0.0, verify.at(position + 1)
-        for longer in verify.seconds[position + 2 : self.maximum + 2]:
-            if saved > cost + longer - before:
+        saved, cost, before = gain, forward if drafting else 0.0, self._verify(position + 1)
+        for columns in range(position + 2, self.maximum + 2):
+            if saved > cost + self._verify(columns) - before:
                 return True
             follow = self._following(gains) if follow is None else follow
             gain *= follow
@@ -437,6 +502,6 @@ class _Adaptive(Length):
 
         def seconds(tokens: int) -> float:
             draft = known.draft.at(tokens) if known.draft.knots else 0.0
-            return known.verify.at(1 + round(nodes * tokens)) + draft
+            return self._verify(1 + round(nodes * tokens)) + draft
 
         return best_size(chain, seconds, range(1, self.maximum + 1))[0]

@@ -6,13 +6,16 @@ token (non-anticipation). `Length.go_on` is called at that point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ..core.drafts import Round
 from .cost_model import Costs
+
+Columns = Callable[[int, int], int | None]
+"""The columns of the captured forward pass for so many columns of so many rows; None if it is too wide to be captured."""
 
 
 class Length:
@@ -38,6 +41,18 @@ class Length:
         """Tell the policy that the drafter chooses the size of its trees by `costs`. The policy then decides only how deep
         they may be, and whether to draft; the drafter calls neither `go_on` nor `another` unless `needs_q` is still True. Such
         drafters call it before the first round."""
+
+    def drafter_reads_prompt(self) -> None:
+        """Tell the policy that the drafter reads the prompt before its first draft. Called before the first round."""
+
+    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
+        """The target has read the prompt. Called once, before the first round; not where rows get other texts.
+
+        Args:
+            room: the most tokens that the answer may have after its first.
+            prompt_seconds: that the target took.
+            columns: how the target's forward passes are rounded up, if each shape of them is captured.
+        """
 
     def budget(self, unfinished: Sequence[int]) -> int:
         """The most tokens to draft this round; 0 decodes one token without a draft. Called once, at the start of every round.

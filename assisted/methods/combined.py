@@ -19,7 +19,7 @@ from ..core.drafts import Draft, Round
 from ..core.text import Text
 from ..engine.needs import NOTHING
 from ..engine.prepared import CallSettings
-from ..lengths.base import DraftLength, Length
+from ..lengths.base import Columns, DraftLength, Length
 from ..lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
 from .shared.base import Call, Drafter, Drafting, Spec, Target
 from .shared.registry import parse, read, register
@@ -192,6 +192,10 @@ class CombinedLength(Length):
     @property
     def is_limit(self) -> bool:  # type: ignore[override]
         return any(member.length.is_limit for member in self.members)
+
+    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
+        for member in self.members:
+            member.length.prompt_read(room, prompt_seconds, columns)
 
     def budget(self, unfinished: Sequence[int]) -> int:
         for member in self.members:

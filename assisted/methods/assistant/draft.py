@@ -97,6 +97,7 @@ class AssistantDrafter(EagleDrafter):
 
     head: AssistantHead
     spec: Assistant
+    reads_prompt = False
 
     def save(self, folder: Path) -> None:
         save_assistant(self.head, folder)

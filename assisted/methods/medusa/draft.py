@@ -107,6 +107,8 @@ class MedusaDrafter(Drafter):
         """Whether drafts are trees: requested by the spec, and the target can verify them."""
         return self.spec.tree and Traits.of(self.target).masks.trees
 
+    reads_prompt = False  # heads read the last state alone
+
     @property
     def modules(self) -> list[nn.Module]:
         return [self.heads]

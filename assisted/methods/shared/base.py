@@ -156,6 +156,11 @@ class Drafter:
         """Whether it drafts trees, and chooses their size by the measured costs."""
         return False
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether it reads the prompt before its first draft of a call, which takes time."""
+        return bool(self.modules)
+
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """Create the state of a draft length `policy` for one `generate`; combinations hold one for each member.
 
@@ -164,6 +169,8 @@ class Drafter:
         length = policy.start(earlier)
         if self.sizes_trees:
             length.drafter_sizes_tree()
+        if self.reads_prompt:
+            length.drafter_reads_prompt()
         return length
 
 

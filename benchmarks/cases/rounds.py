@@ -1,8 +1,4 @@
-"""The host's work in a draft-verify step on a GPU: operations outside of captured functions, reads, and replays.
-
-Counted on a CPU, where captures are recorded and replayed as CUDA graphs would be. Nothing is timed: seconds are simulated, and
-adaptive lengths depend on those. Views of tensors are not counted, because they run no kernel.
-"""
+"""What a draft-verify step asks of the host of a GPU, counted with recorded captures."""
 
 import sys
 import warnings
@@ -14,7 +10,7 @@ from statistics import fmean
 
 import pytest
 import torch
-from shared import SAMPLED, Section, about, below, heading, opened
+from shared import SAMPLED, Case, Section, about, opened
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
@@ -44,9 +40,6 @@ READS = {"item", "tolist", "numpy", "cpu", "nonzero", "equal", "__bool__", "__in
 PROMPT = "def fibonacci(n):\n    "
 SECONDS, REPLAYED = 8e-6, 2e-6  # of an operation, and of one within a replay
 LAST = 8
-OPTIONS = {"rows": ([1, 4], "of a call"), "new_tokens": 64, "drafts": ([], "of: " + "; ".join(DRAFTS))}
-QUICK = {"rows": [1], "drafts": ["suffix, 4 tokens"]}
-SECTIONS = (Section("benchmarks/gpu", "rounds"),)
 
 
 class _Operations(TorchDispatchMode):
@@ -159,13 +152,22 @@ def measure(args):
     return {"about": about(args=args), "rounds": rounds}
 
 
-def markdown(found):
-    head = heading(
-        "rounds",
-        found["about"],
-        f"the shipped pair, {found['about']['new_tokens']} tokens",
+rounds = Case(
+    "rounds",
+    """The host's work in a draft-verify step on a GPU: operations outside of captured functions, reads, and replays.
+
+Counted on a CPU, where captures are recorded and replayed as CUDA graphs would be. Nothing is timed: seconds are simulated, and
+adaptive lengths depend on those. Views of tensors are not counted, because they run no kernel.
+""",
+    measure,
+    options={"rows": ([1, 4], "of a call"), "new_tokens": 64, "drafts": ([], "of: " + "; ".join(DRAFTS))},
+    quick={"rows": [1], "drafts": ["suffix, 4 tokens"]},
+    sections=(Section("benchmarks/gpu", "rounds"),),
+    what="the shipped pair, {new_tokens} tokens",
+    notes=(
         "Operations that run a kernel outside of captured functions, reads by the host, replays, and tokens of each row: means "
         "over the rounds of a call. They are counted on a CPU with recorded captures, not timed.",
-    )
-    rows = [[one["draft"], one["call"], one["rows"], *(f"{one[name]:g}" for name in SHOWN)] for one in found["rounds"]]
-    return below(head, ["draft", "call", "rows", *SHOWN], rows)
+    ),
+    columns={"draft": "{draft}", "call": "{call}", "rows": "{rows}", **{name: f"{{{name}:g}}" for name in SHOWN}},
+    rows=lambda found: found["rounds"],
+)

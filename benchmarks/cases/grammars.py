@@ -8,6 +8,7 @@ from transformers import LogitsProcessor
 
 from assisted import AssistedModelForCausalLM
 from assisted.grammars import GrammarProcessor
+from assisted.grammars.libraries import matcher_of
 from assisted.lab.bench.table import percent
 
 END = 256  # the stop token, after the 256 bytes
@@ -19,65 +20,47 @@ def committed(name, part):
 
 
 def readers():
-    """What makes, from a schema, the function that says whether a library allows a text; by library."""
+    """By library, what makes a matcher for a schema, and its end token."""
     import llguidance
     import outlines_core
     import xgrammar
-    from outlines_core import json_schema
 
     pieces = [bytes([number]) for number in range(END)]
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*pieces, b"</s>"], stop_token_ids=[END]))
     tokens = llguidance.LLTokenizer("byte")
     vocabulary = outlines_core.Vocabulary(END, {piece: [number] for number, piece in enumerate(pieces)})
 
-    def of_xgrammar(schema):
-        grammar = compiler.compile_json_schema(json.dumps(schema))
-
-        def reads(text):
-            matcher = xgrammar.GrammarMatcher(grammar)
-            return all(map(matcher.accept_token, [*text.encode(), END]))
-
-        return reads
-
     def of_llguidance(schema):
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        if (first := llguidance.LLMatcher(tokens, grammar)).is_error():
-            raise ValueError(first.get_error())
-
-        def reads(text):
-            matcher, given = llguidance.LLMatcher(tokens, grammar), list(text.encode())
-            return matcher.try_consume_tokens(given) == len(given) and matcher.is_accepting()
-
-        return reads
+        matcher = llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_json_schema(schema))
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
 
     def of_outlines_core(schema):
-        expression = json_schema.build_regex_from_schema(json.dumps(schema))
-        index = outlines_core.Index(expression, vocabulary)
+        expression = outlines_core.json_schema.build_regex_from_schema(schema)
+        return outlines_core.Guide(outlines_core.Index(expression, vocabulary))
 
-        def reads(text):
-            guide = outlines_core.Guide(index)
-            for byte in text.encode():
-                if not guide.accepts_tokens([byte]):
-                    return False
-                guide.advance(byte, False)
-            return guide.is_finished()
-
-        return reads
-
-    return {"xgrammar": of_xgrammar, "llguidance": of_llguidance, "outlines-core": of_outlines_core}
+    return {
+        "xgrammar": (lambda schema: xgrammar.GrammarMatcher(compiler.compile_json_schema(schema)), END),
+        "llguidance": (of_llguidance, tokens.eos_token),
+        "outlines-core": (of_outlines_core, END),
+    }
 
 
 def measure_schemas(args):
     rows, made = committed("schemas", "rows"), readers()
     for row in rows:
-        for library, make in made.items():
+        schema = json.dumps(row["schema"])
+        for library, (make, end) in made.items():
             try:
-                reads = make(row["schema"])
+                read = {
+                    text: all(map(matcher_of(make(schema)).advance, [*text.encode(), end]))
+                    for text in (*row["fits"], *row["others"])
+                }
+                forbids = [text for text in row["fits"] if not read[text]]
+                row[library] = {"forbids": forbids, "allows": [text for text in row["others"] if read[text]]}
             except (RuntimeError, ValueError):
                 row[library] = {"error": True}
-                continue
-            forbids = [text for text in row["fits"] if not reads(text)]
-            row[library] = {"forbids": forbids, "allows": [text for text in row["others"] if reads(text)]}
     return {"about": {library: version(library) for library in made}, "rows": rows}
 
 

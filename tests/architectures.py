@@ -1,7 +1,7 @@
 """Tiny randomly initialised models, one per decoder-only architecture that the tests run over.
 
 Each entry says how its forward wants to be told what a token may see. Nothing here knows about drafting or acceptance;
-what the entries claim is checked in test_architectures.py.
+what the entries claim of positions is checked in test_architectures.py, and of masks in test_runtime.py.
 """
 
 from __future__ import annotations

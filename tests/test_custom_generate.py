@@ -6,7 +6,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import CALL, pair, prompt
+from test_threads import in_threads
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM
@@ -90,11 +90,8 @@ def test_a_repository_whose_model_has_the_entry(tmp_path: Path) -> None:
     assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
     report = report_of(model)
     assert report is not None and report.drafted > 0
-    threads = [threading.Thread(target=model.generate, args=(ids,), kwargs=CALL) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    expected = target.generate(ids, **CALL).tolist()
+    assert in_threads(lambda number: model.generate(ids, **CALL).tolist(), 3) == [expected] * 3
     assert model.generate(ids, num_beams=2, **CALL).tolist() == target.generate(ids, num_beams=2, **CALL).tolist()
 
 

@@ -396,3 +396,50 @@ def test_serve(server: str, folder: Path, tokenizer: Any, target: Any) -> None:
     for thread in threads:
         thread.join(90)
     assert answers == {(number, stream): expected[number] for number in range(2) for stream in (True, False)}
+
+
+# --- the server of this package
+
+
+@client("openai")
+def test_own_server(pair: Any, target: Any, tokenizer: Any) -> None:
+    """`assisted serve`: models, chat streamed and not, an answer as the next turn, JSON by a schema, errors"""
+    openai, pydantic = pytest.importorskip("openai"), pytest.importorskip("pydantic")
+    pytest.importorskip("llguidance")
+    from assisted.serving import Server
+
+    class Item(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=4)
+        size: int = pydantic.Field(ge=0, le=99)
+
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Write a mean function"}]}]
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Write a mean function"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = inputs["input_ids"]
+    expected = tokenizer.decode(target.generate(**inputs, **CALL)[0, ids.shape[1] :], skip_special_tokens=True)
+    with Server({"zoo:draft": pair}, "target", ("127.0.0.1", 0), key="secret") as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        api = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{made.server_port}/v1", api_key="secret", timeout=60, max_retries=0
+        )
+        chats: Any = api.chat.completions
+        assert [model.id for model in api.models.list()] == ["target"]
+        call = {"model": "target", "max_tokens": CALL["max_new_tokens"], "temperature": 0, "parallel_tool_calls": True}
+        answer = chats.create(messages=messages, **call).choices[0].message
+        assert answer.content == expected
+        chunks = list(chats.create(messages=messages, stream=True, stream_options={"include_usage": True}, **call))
+        assert "".join(one.choices[0].delta.content for one in chunks if one.choices) == expected
+        assert [one.usage.total_tokens for one in chunks if one.usage] == [ids.shape[1] + CALL["max_new_tokens"]]
+        again = chats.create(messages=[*messages, answer.model_dump(), messages[0]], n=2, **call)
+        assert len(again.choices) == 2
+        parsed = chats.parse(messages=messages, response_format=Item, **(call | {"max_tokens": 400}))
+        assert isinstance(parsed.choices[0].message.parsed, Item)
+        with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+            chats.create(messages=messages, frequency_penalty=1, **call)
+        with pytest.raises(openai.AuthenticationError):
+            api.with_options(api_key="other").models.list()
+        made.shutdown()

@@ -31,6 +31,7 @@ from .metrics import Metrics
 NO_DRAFT = "none"
 LEFT = "the client has left"
 _CALL, _CALL_ENDS = "<tool_call>", "</tool_call>"  # Hermes' and Qwen's, with JSON between them
+_SPACES = {"whitespace_pattern": r"[\x20\n\r\t]{0,32}"}  # JSON allows any number, and a model may repeat them
 _OF_THE_TEMPLATE = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 Show = Callable[[int, str], None]
 
@@ -233,8 +234,9 @@ class Answers:
 
         rows, pair = Rows([row(number) for number in range(count)], left), self.pairs[draft]
         given = torch.tensor([ids] * count, device=pair.device)
+        queued = time.monotonic()
         with self.line.turn(left):
-            self.metrics.observe("vllm:request_queue_time_seconds", time.monotonic() - arrived)
+            self.metrics.observe("vllm:request_queue_time_seconds", time.monotonic() - queued)
             if "seed" in body:
                 torch.manual_seed(body["seed"])
             output: Any = pair.generate(given, attention_mask=torch.ones_like(given), streamer=rows, **call)
@@ -340,7 +342,7 @@ class Answers:
             if self._library is None:
                 ends = sorted(self.ends) or None
                 self._library = llguidance.hf.from_tokenizer(self.tokenizer, n_vocab=self.vocabulary, eos_token=ends)
-            grammar = matcher.grammar_from_json_schema(json.dumps(schema))
+            grammar = matcher.grammar_from_json_schema(json.dumps({"x-guidance": _SPACES, **schema}))
             wrong = matcher.validate_grammar(grammar, self._library)
         except (ValueError, TypeError) as error:
             wrong = str(error)

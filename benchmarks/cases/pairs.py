@@ -286,7 +286,8 @@ files of figures, one per dtype, temperature and number of rows; `--json FILE` w
     },
     quick={"drafts": ['"suffix"'], "without_transformers": True},
     sections=(
-        Section("benchmarks/chat-model", "smollm2", tuple(f"smollm2_{name}" for name in FILES)),
+        Section("benchmarks/chat-model", "smollm2", tuple(f"smollm2_{name}" for name in FILES[:2])),
+        Section("benchmarks/chat-model", "smollm2-without", tuple(f"smollm2_{name}" for name in FILES[2:])),
         Section("benchmarks/batches", "smollm2", ("smollm2_batches", "smollm2_batches_without_amx")),
         Section("methods/eagle", "smollm2", ("smollm2_1_thread_bfloat16", "smollm2_1_thread_float32")),
     ),

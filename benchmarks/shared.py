@@ -127,7 +127,8 @@ class Case:
         sections: of pages.
         what, notes: the heading; formatted with the figures, with what is in their `about`, and with `words`.
         words: of the figures, for the heading.
-        columns: by title, a format of a row's fields, or a function of the row. Of races, or None for those of CELLS.
+        columns: by title, a format of a row's fields, or a function of the row; or what makes these from the figures.
+            Of races, None for those of CELLS.
         rows: of the figures, the rows of the table; or of several tables, by what stands above them. None: as they are.
         named, above: of races: the title of the column of methods, and what stands above a table.
         markdown: the whole text, in place of all these.
@@ -144,7 +145,7 @@ class Case:
     what: str = ""
     notes: tuple[str, ...] = ()
     words: Callable[[Any], Mapping[str, Any]] = lambda found: {}
-    columns: Mapping[str, Cell] = field(default_factory=lambda: dict.fromkeys(COLUMNS))
+    columns: Any = field(default_factory=lambda: dict.fromkeys(COLUMNS))
     rows: Callable[[Any], Any] = lambda found: found["rows"]
     named: str = ""
     above: str = "**{title}**"
@@ -159,10 +160,9 @@ class Case:
         known = {**found, **its, **self.words(found)}
         if self.races is None:
             tables = self.rows(found)
-            tables = {
-                title: shown(self.columns, rows)
-                for title, rows in (tables if isinstance(tables, dict) else {"": tables}).items()
-            }
+            columns = self.columns(found) if callable(self.columns) else self.columns
+            tables = tables if isinstance(tables, dict) else {"": tables}
+            tables = {title: shown(columns, rows) for title, rows in tables.items()}
             head = heading(
                 self.name, its, self.what.format_map(known), *(note.format_map(known) for note in self.notes)
             )

@@ -48,27 +48,13 @@ def measure_window(args):
     return {"about": about(pair, args), "new_tokens": args.new_tokens, "points": points}
 
 
-def text_of_window(found):
-    its = found["about"]
+def rows_of_window(found):
     tables = {}
     for point in found["points"]:
         rows = tables.setdefault(f"**Temperature {point['temperature']:g}**", {})
-        row = rows.setdefault((point["draft"], point["window"]), {"of": point})
-        row[f"of {point['length']}"] = f"{point['tokens_per_pass']:.2f}"
-    columns = {
-        "draft": "{of[draft]}",
-        "`draft_window`": lambda row: row["of"]["window"] or "none",
-        "slots": lambda row: slots_for_window(window) + AHEAD if (window := row["of"]["window"]) else "all",
-        **{f"{length} tokens": f"{{of {length}}}" for length in dict.fromkeys(p["length"] for p in found["points"])},
-    }
-    head = heading(
-        "draft_window",
-        its,
-        f"tokens per pass of chains of {DRAFTED} tokens, over the last {found['new_tokens']} tokens of {its['prompts']} pieces "
-        f"of held-out code, {its['dtype']}",
-        "Slots are those that are allocated for a row.",
-    )
-    return page(head, *(part for title, rows in tables.items() for part in (title, shown(columns, rows.values()))))
+        row = rows.setdefault((point["draft"], point["window"]), {"draft": point["draft"], "window": point["window"]})
+        row[f"of {point['length']}"] = point["tokens_per_pass"]
+    return {title: list(rows.values()) for title, rows in tables.items()}
 
 
 draft_window = Case(
@@ -87,7 +73,15 @@ passes are counted. With `--work`, also the drafters that the case `drafts` has 
     },
     quick={"lengths": [64]},
     sections=(Section("howto/draft-window", "draft-window"),),
-    markdown=text_of_window,
+    what=f"tokens per pass of chains of {DRAFTED} tokens, over the last {{new_tokens}} tokens of {{prompts}} pieces of "
+    "held-out code, {dtype}",
+    notes=("Slots are those that are allocated for a row.",),
+    columns=lambda found: {
+        **{"draft": "{draft}", "`draft_window`": lambda row: row["window"] or "none"},
+        "slots": lambda row: slots_for_window(row["window"]) + AHEAD if row["window"] else "all",
+        **{f"{point['length']} tokens": f"{{of {point['length']}:.2f}}" for point in found["points"]},
+    },
+    rows=rows_of_window,
 )
 
 WIDTH, VOCABULARY, KEPT = 576, 49152, (2048, 4096, 8192, 16384)  # of SmolLM2-135M
@@ -194,26 +188,9 @@ def by_kind(pair, prompts, tokens):
     return found
 
 
-def text_of_head(found):
-    its, (*earlier, shipped) = found["about"], found["heads"]
-    before = {
-        f"1, after {head['tokens'] / 1e6:.1f} M tokens": lambda row, head=head: percent(
-            head["rows"][shipped["rows"].index(row)]["acceptance_by_position"][0]
-        )
-        for head in earlier
-    }
-    columns = {
-        **{"text": "{kind}", "": "{decoding}", **before},
-        **{str(place + 1): f"{{acceptance_by_position[{place}]:.0%}}" for place in range(LENGTH)},
-        **{"tokens per pass": "{tokens_per_pass:.2f}", "repeated 4-grams": "{repeated_4grams:.0%}"},
-    }
-    head = heading(
-        "smollm2_head",
-        its,
-        f"{its['prompts']} prompts of each kind, {its['new_tokens']} new tokens each, {its['dtype']}",
-        "Sampled is at temperature 0.7 with top-p 0.95.",
-    )
-    return page(head, shown(columns, shipped["rows"]))
+def of_head(head):
+    """Of another head, the acceptance at the first position."""
+    return lambda row: percent(head["rows"][row["number"]]["acceptance_by_position"][0])
 
 
 smollm2_head = Case(
@@ -233,5 +210,13 @@ heads that saw fewer tokens in training stand beside it.
     },
     quick={"sets": ["code"]},
     sections=(Section("methods/eagle", "smollm2_head"),),
-    markdown=text_of_head,
+    what="{prompts} prompts of each kind, {new_tokens} new tokens each, {dtype}",
+    notes=("Sampled is at temperature 0.7 with top-p 0.95.",),
+    columns=lambda found: {
+        **{"text": "{kind}", "": "{decoding}"},
+        **{f"1, after {head['tokens'] / 1e6:.1f} M tokens": of_head(head) for head in found["heads"][:-1]},
+        **{str(place + 1): f"{{acceptance_by_position[{place}]:.0%}}" for place in range(LENGTH)},
+        **{"tokens per pass": "{tokens_per_pass:.2f}", "repeated 4-grams": "{repeated_4grams:.0%}"},
+    },
+    rows=lambda found: [{**row, "number": number} for number, row in enumerate(found["heads"][-1]["rows"])],
 )

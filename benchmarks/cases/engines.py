@@ -13,7 +13,7 @@ from statistics import median, quantiles
 
 import torch
 from peers import ROWS, VLLM
-from shared import Case, Section, Worker, about, heading, opened, page, shown, written
+from shared import Case, Section, Worker, about, opened, written
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from assisted import AssistedModelForCausalLM, zoo
@@ -84,32 +84,15 @@ def measure_engines(args):
     return {"about": its, "kinds": [prompt["kind"] for prompt in prompts], "engines": found}
 
 
-def text_of_engines(found):
-    its, kinds, engines = found["about"], found["kinds"], found["engines"]
+def milliseconds(found, kind):
+    """A cell: per token, of the requests of a kind."""
+    chosen = [at for at, known in enumerate(found["kinds"]) if kind in ("all", known)]
 
-    def milliseconds(kind):
-        chosen = [at for at, known in enumerate(kinds) if kind in ("all", known)]
+    def show(one):
+        per_run = (sum(run["seconds"][at] for at in chosen) / sum(run["tokens"][at] for at in chosen) for run in one[1])
+        return f"{1e3 * median(per_run):.1f}"
 
-        def show(one):
-            per_run = (
-                sum(run["seconds"][at] for at in chosen) / sum(run["tokens"][at] for at in chosen) for run in one[1]
-            )
-            return f"{1e3 * median(per_run):.1f}"
-
-        return show
-
-    others = {name.split(",")[0]: runs[0]["version"] for name, runs in engines.items() if name not in OWN}
-    head = heading(
-        "engines",
-        its,
-        f"{its['prompts']} requests, {its['new_tokens']} new tokens each, {its['dtype']} except where a method names its bits"
-        + "".join(f", {name} {version}" for name, version in others.items()),
-        "End tokens are ignored. The methods run one after the other, each in a process of its own that has answered one "
-        f"request of each kind before. The figures are milliseconds per token, the median of {its['repeats']} "
-        f"run{'s' * (its['repeats'] > 1)}; they include reading the prompt.",
-    )
-    columns = {"": lambda one: one[0], **{kind: milliseconds(kind) for kind in ("all", *kinds)}}
-    return page(head, shown(columns, engines.items()))
+    return show
 
 
 engines = Case(
@@ -134,7 +117,25 @@ OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one;
     sections=tuple(
         Section("benchmarks/other-engines", name, (name,)) for name in ("engines", "engines_kernels", "engines_tiles")
     ),
-    markdown=text_of_engines,
+    what="{prompts} requests, {new_tokens} new tokens each, {dtype} except where a method names its bits{others}",
+    notes=(
+        "End tokens are ignored. The methods run one after the other, each in a process of its own that has answered one "
+        "request of each kind before. The figures are milliseconds per token, the median of {runs}; they include reading the "
+        "prompt.",
+    ),
+    words=lambda found: {
+        "runs": f"{(runs := found['about']['repeats'])} run{'s' * (runs > 1)}",
+        "others": "".join(
+            f", {name.split(',')[0]} {runs[0]['version']}"
+            for name, runs in found["engines"].items()
+            if name not in OWN and "lookup" not in name
+        ),
+    },
+    columns=lambda found: {
+        "": lambda one: one[0],
+        **{kind: milliseconds(found, kind) for kind in ("all", *found["kinds"])},
+    },
+    rows=lambda found: found["engines"].items(),
 )
 
 

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from shared import FOLDER, Case, Section, Worker, about, heading, opened, page, shown
+from shared import FOLDER, Case, Section, Worker, about, opened
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import assisted.zoo
@@ -64,21 +64,13 @@ def measure_memory(args):
     return {"about": about(calls=args.calls, longest=args.longest, every=EVERY), "mebibytes": found}
 
 
-def text_of_memory(found):
+def of_calls(found):
     its = found["about"]
     last = its["calls"] // its["every"]
     columns = {"after calls": lambda one: WAYS[one[0]]}
     for place in sorted({0, 1, *(last * tenth // 10 for tenth in (1, 2, 4, 5, 6, 8, 10))}):
         columns[str(place * its["every"])] = lambda one, place=place: f"{one[1][place]:.0f}"
-    columns["growth over the last half"] = lambda one: f"{one[1][last] / one[1][last // 2] - 1:.1%}"
-    head = heading(
-        "memory",
-        its,
-        f"{its['calls']} calls of the shipped target, {its['dtype']}",
-        f"Prompts of 2 to {its['longest']} tokens, 1 to 4 rows, 2 to 5 new tokens and draft lengths of 2, 4, 7 and adaptive "
-        "are drawn at random. The table shows the resident set in MiB.",
-    )
-    return page(head, shown(columns, found["mebibytes"].items()))
+    return columns | {"growth over the last half": lambda one: f"{one[1][last] / one[1][last // 2] - 1:.1%}"}
 
 
 memory = Case(
@@ -92,7 +84,13 @@ of new tokens. The shipped target, float32, greedy, with the default draft, "suf
     options={"calls": (1000, "of each kind"), "longest": (64, "prompt, in tokens")},
     quick={"calls": 20},
     sections=(Section("benchmarks/memory", "memory"),),
-    markdown=text_of_memory,
+    what="{calls} calls of the shipped target, {dtype}",
+    notes=(
+        "Prompts of 2 to {longest} tokens, 1 to 4 rows, 2 to 5 new tokens and draft lengths of 2, 4, 7 and adaptive are drawn "
+        "at random. The table shows the resident set in MiB.",
+    ),
+    columns=of_calls,
+    rows=lambda found: found["mebibytes"].items(),
 )
 
 NEW = 32

@@ -127,7 +127,8 @@ def test_every_known_class_is_tried():
 
 @by_list
 def test_chains(kinds):
-    check(kinds, drafted())
+    scores = check(kinds, drafted())
+    assert not kinds or not scores.equal(logits_for(kinds, len(LENGTHS), WIDTH + 1))  # they have something to do
 
 
 @pytest.mark.parametrize("enough", [1, 2, 7, 12, 14, 30])
@@ -145,12 +146,6 @@ def test_a_text_may_not_end_before_it_is_long_enough(of_the_new, enough):
         for node in range(-1, WIDTH):
             expected = processor(prefix(ids, draft, row, node)[None], logits[row, node + 1][None])[0]
             assert torch.equal(scores[row, node + 1], expected)
-
-
-@by_class
-def test_each_class_has_something_to_do(kind):
-    scores = check((kind,), drafted())
-    assert not scores.equal(logits_for((kind,), len(LENGTHS), WIDTH + 1))
 
 
 @by_list
@@ -201,10 +196,10 @@ def by_row():
         yield hf.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([1, 2, 3]))
 
 
-@by_class
-def test_known_classes_need_no_order(kind):
-    assert not distribution(kind).in_order
-    assert [type(processor) for processor in distribution(kind).for_draft().processors] == [kind]
+@by_list
+def test_known_classes_need_no_order(kinds):
+    assert not distribution(*kinds).in_order
+    assert tuple(type(processor) for processor in distribution(*kinds).for_draft().processors) == kinds
 
 
 @pytest.mark.parametrize(
@@ -228,11 +223,6 @@ def test_anything_else_sees_committed_prefixes_in_order(unknown):
     assert list(left.processors) == known
     assert left.do_sample
     assert len(mixed.processors) == 3
-
-
-def test_no_processors_need_no_order():
-    assert not distribution().in_order
-    assert not distribution(*SEVERAL).in_order
 
 
 def test_ordered_scores_are_those_of_plain_decoding():
@@ -281,25 +271,12 @@ def test_probabilities():
     assert torch.equal(p.argmax(-1), scores.argmax(-1))
 
 
-@pytest.mark.parametrize("top_p", [0.3, 0.95, 0.999])
-@pytest.mark.parametrize("spread", [1.0, 4.0, 12.0])
-@pytest.mark.parametrize("kept", [1, 5, 300])
-def test_a_nucleus_of_a_large_vocabulary(top_p, spread, kept):
-    """What the processor leaves, whether it is found among the likeliest tokens or not; in half precision tokens tie."""
-    warper = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=kept)
-    scores = spread * torch.randn(2, 3, 2000, generator=torch.Generator().manual_seed(1))
-    expected = warper(None, scores.flatten(0, 1)).view_as(scores)
-    found = Distribution(LogitsProcessorList([warper]), True).scores(
-        torch.ones(2, 1), [1, 1], scores, drafted(), nodes=[-1, 0, 1]
-    )
-    assert torch.equal(found, expected)
-
-
 WARPERS = {
     "top-p 0.3": lambda: [hf.TopPLogitsWarper(0.3)],
     "top-p 0.5": lambda: [hf.TopPLogitsWarper(0.5)],
     "top-p 0.95": lambda: [hf.TopPLogitsWarper(0.95)],
     "top-p 0.8 of at least 5": lambda: [hf.TopPLogitsWarper(0.8, min_tokens_to_keep=5)],
+    "top-p 0.999 of at least 290": lambda: [hf.TopPLogitsWarper(0.999, min_tokens_to_keep=290)],
     "top-k 50": lambda: [hf.TopKLogitsWarper(50)],
     "top-k 50, top-p 0.8": lambda: [hf.TopKLogitsWarper(50), hf.TopPLogitsWarper(0.8)],
     "temperature, top-k 40, top-p 0.95": lambda: [

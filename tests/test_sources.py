@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from fuzz.edits import EDITS as FUZZED
 from pairs import BY_NAME
+from test_trust import ROLLED, Dynamic, derived
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
@@ -24,11 +28,6 @@ from assisted.fast import fused, products, sources
 from assisted.fast.sources import Modules, Weights
 
 CALL = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def data_flip(model: Any) -> None:
-    weight = model.model.layers[0].mlp.gate_proj.weight
-    weight.data.copy_(weight.data.flip(0))
 
 
 def data_columns(model: Any) -> None:
@@ -43,51 +42,14 @@ def data_rectangle(model: Any) -> None:
     weight.data[1::2, :16] = weight.data[1::2, :16].flip(1)
 
 
-def norm_flip(model: Any) -> None:
-    for layer in model.model.layers:
-        weight = layer.input_layernorm.weight
-        weight.data.copy_(torch.linspace(0.2, 3.0, len(weight)))
-
-
-def frequencies(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
 def longer_context(model: Any) -> None:
     config = type(model.config)(**model.config.to_dict())
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
     model.model.rotary_emb = LlamaRotaryEmbedding(config)
 
 
-class ByParity(nn.Module):
-    """Somebody's own angles, which depend on more than the position."""
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].float() * torch.linspace(0.1, 1.0, 4).repeat(2)
-        return angles.cos(), angles.sin()
-
-
-def own_angles(model: Any) -> None:
-    model.model.rotary_emb = ByParity()
-
-
 def angle_scaling(model: Any) -> None:
     model.model.rotary_emb.attention_scaling = 1.3
-
-
-def attention_scaling(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.self_attn.scaling *= 0.3
-
-
-def epsilon(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.post_attention_layernorm.variance_epsilon = 2.0
-
-
-def activation(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.mlp.act_fn = nn.GELU()
 
 
 def swapped_modules(model: Any) -> None:
@@ -101,42 +63,31 @@ def swapped_layers(model: Any) -> None:
     one.self_attn.layer_idx, two.self_attn.layer_idx = 0, 1
 
 
-def other_class(model: Any) -> None:
-    class Louder(type(model.model.layers[0].mlp)):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * super().forward(x)
+def own_angles(model: Any) -> None:
+    model.model.rotary_emb = Dynamic(300)
 
-    model.model.layers[1].mlp.__class__ = Louder
+
+def other_class(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = derived(type(mlp))
 
 
 def whole_forward(model: Any) -> None:
-    """The class of the whole model computes something else."""
+    model.__class__ = derived(type(model), ROLLED)
 
-    class Inverted(type(model)):
-        def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-            output = super().forward(input_ids, attention_mask, position_ids, **kwargs)
-            output.logits = -output.logits
-            return output
 
-    model.__class__ = Inverted
+def of_the_fuzzer(name: str) -> Callable[[Any], None]:
+    @functools.wraps(FUZZED[name])
+    def edit(model: Any) -> None:
+        FUZZED[name](model, random.Random(1))
+
+    return edit
 
 
 EDITS: list[Callable[[Any], None]] = [
-    data_flip,
-    data_columns,
-    data_rectangle,
-    norm_flip,
-    frequencies,
-    longer_context,
-    own_angles,
-    angle_scaling,
-    attention_scaling,
-    epsilon,
-    activation,
-    swapped_modules,
-    swapped_layers,
-    other_class,
-    whole_forward,
+    *map(of_the_fuzzer, ("data_copy_flip", "norms", "inv_freq", "scaling", "epsilon", "act_fn")),
+    *(data_columns, data_rectangle, longer_context, own_angles, angle_scaling, swapped_modules, swapped_layers),
+    *(other_class, whole_forward),
 ]
 
 

@@ -837,19 +837,23 @@ def test_a_full_queue_and_too_many_connections_are_told(model: Any, monkeypatch:
         status, text = sent(server, "/v1/completions", TEXT)
         assert status == 503 and json.loads(text)["error"]["message"].startswith("queue: ")
         assert 'vllm:num_requests_running{model_name="target"} 1' in sent(server, "/metrics", None, "GET")[1]
+        until_open(server, 0)
         monkeypatch.setattr(server, "connections", 2)
         idle = [connected(server, b"GET /health") for _ in range(2)]
-        until = time.monotonic() + 60
-        while server.open < 2:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until_open(server, 2)
         assert sent(server, "/health", None, "GET")[0] == 503
         for client in idle:
             client.close()
-        while server.open:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until_open(server, 0)
         assert sent(server, "/health", None, "GET")[0] == 200
+
+
+def until_open(server: Server, count: int) -> None:
+    """Wait for so many open connections."""
+    until = time.monotonic() + 60
+    while server.open != count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_what_a_server_needs() -> None:

@@ -31,6 +31,7 @@ from assisted.cli.main import main
 from assisted.cli.watch import Pieces, Watch
 from assisted.core.report import Report
 from assisted.extras import install
+from assisted.lab.bench import Rules
 
 CONTEXT = 512
 PROMPT = "def add(self, other):\n    "
@@ -637,7 +638,7 @@ def test_demo_on_a_terminal_strikes_what_is_rejected(
     terminal = console.Console(file=screen, force_terminal=True, color_system="standard", width=100, height=40)
     monkeypatch.setattr(demo, "_console", lambda: terminal)
     monkeypatch.setattr(demo, "PACE", 0)
-    demo.show(pair, prompts=1, new_tokens=8, repeats=1, live_tokens=24)
+    demo.show(pair, 1, Rules(8, 1, seconds=36.0), {}, live_tokens=24)
     assert "\x1b[9;31m" in screen.getvalue()  # red, struck through
     assert pair.drafter.__class__.__name__ == "ModelDrafter"  # as it was
 

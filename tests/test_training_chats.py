@@ -23,17 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("chat")
     size = save_tokenizer(path, MARKED_TEMPLATE)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=size,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=size, **sizes, **heads)).eval()
     end = AutoTokenizer.from_pretrained(path).eos_token_id
     with torch.no_grad():
         model.lm_head.weight[end] *= 4

@@ -12,7 +12,7 @@ import torch
 
 from .. import zoo
 from ..extras import install
-from ..lab.bench import Bars, Prompt, Result, Row, brief, held_out_prompts
+from ..lab.bench import Bars, Prompt, Result, Row, Rules, brief, held_out_prompts
 from ..lab.bench.clock import silent
 from ..lengths.adaptive import Adaptive
 from ..lengths.policies import Confidence
@@ -35,33 +35,29 @@ READ, DRAFTED, ACCEPTED, OWN, REJECTED = "dim", "italic yellow", "cyan", "bold",
 
 def show(
     model: AssistedModelForCausalLM,
-    prompts: int = 8,
-    new_tokens: int = 48,
-    repeats: int = 5,
-    seconds: float = 36.0,
+    prompts: int,
+    rules: Rules,
+    also: Mapping[str, AssistedModelForCausalLM],
     live_tokens: int = 48,
-    also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Result:
     """Print the whole demo: one completion while it is generated, then the table.
 
     Args:
         model: the pair, with its tokenizer.
+        prompts, rules, also: as for `bench.brief`. The completion is that of the last pair of `also`, if there is one.
         live_tokens: new tokens of the completion that is shown.
-        prompts, new_tokens, repeats, seconds, also: as for `bench.brief`. The completion is that of the last pair of `also`, if
-            there is one.
 
     Without a terminal, or with NO_COLOR set, everything is plain text.
     """
     console = _console()
     first = next(held_out_prompts(model.tokenizer))
-    watched = [model, *(also or {}).values()][-1]
+    watched = [model, *also.values()][-1]
     _draw_pair(console, watched)
     _draw_live(console, watched, first, live_tokens)
     if not console.is_terminal:
         console.print("Measuring ...")
     with Bars() as bars:
-        progress = bars if console.is_terminal else silent
-        result = brief(model, prompts, new_tokens, repeats, seconds, progress, also)
+        result = brief(model, prompts, rules, also, bars if console.is_terminal else silent)
     _draw_result(console, result)
     return result
 

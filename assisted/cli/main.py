@@ -82,14 +82,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _demo(args: argparse.Namespace) -> None:
-    run: Any
-    if args.json:
-        from ..lab.bench import brief as run
-    else:
+    from ..lab.bench import Rules, brief
+
+    run: Any = brief
+    if not args.json:
         from .demo import show as run
-    model = load(args, "zoo:target", "zoo:draft")
-    sizes = (args.prompts, args.max_new_tokens, args.repeats, args.seconds)
-    result = run(model, *sizes, also=_quantized(model, args))
+    model, rules = load(args, "zoo:target", "zoo:draft"), Rules(args.max_new_tokens, args.repeats, seconds=args.seconds)
+    result = run(model, args.prompts, rules, _quantized(model, args))
     if args.json:
         print_json(result.to_dict())
 

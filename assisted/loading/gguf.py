@@ -124,7 +124,10 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
         kwargs.update(dequantized())
     with _reading(role, path, gguf_file):
         config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **of_hub(kwargs))
-        _require_layers(config, place_of(path, gguf_file, kwargs), role)
+        place = place_of(path, gguf_file, kwargs)
+        layers, tensors = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1), gguf_tensors(place)
+        if not isinstance(layers, int) or not 0 < layers <= tensors:  # before they are allocated
+            raise ValueError(f"{role}: {place}: block_count: {layers!r} layers, but the file has {tensors} tensors")
         kept = getattr(kwargs.get("quantization_config"), "dequantize", True) is False
         with nullcontext() if kept or not _is_installed() else _every_kind():
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -206,14 +209,6 @@ def _type_beside(path: str, **hub: Any) -> Any:
         return PretrainedConfig.get_config_dict(path, **hub)[0].get("model_type")
     except (OSError, ValueError, AttributeError, TypeError):
         return None
-
-
-def _require_layers(config: PretrainedConfig, file: str, role: str) -> None:
-    """Reject more layers than a file has tensors, before they are allocated. Raises ValueError."""
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
-    tensors = gguf_tensors(file)
-    if not isinstance(layers, int) or not 0 < layers <= tensors:
-        raise ValueError(f"{role}: {file}: block_count: {layers!r} layers, but the file has {tensors} tensors")
 
 
 def _unmark(model: PreTrainedModel) -> None:

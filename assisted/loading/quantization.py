@@ -425,14 +425,9 @@ def _original(model: PreTrainedModel, source: str | PreTrainedModel) -> PreTrain
             raise ValueError(f"source: there is no checkpoint of the original at {source!r}; {remedy}") from error
     theirs = dict(original.named_parameters())
     for name, weight in model.named_parameters():
-        if type(weight) is nn.Parameter and not _equal(weight, theirs.get(name)):
+        if type(weight) is not nn.Parameter:
+            continue
+        other = theirs.get(name)
+        if other is None or weight.dtype != other.dtype or not torch.equal(weight.cpu(), other.cpu()):
             raise ValueError(f"source: its {name} differs from the model's; {remedy}")
     return original
-
-
-def _equal(weight: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return (
-        other is not None
-        and (weight.dtype, weight.shape) == (other.dtype, other.shape)
-        and torch.equal(weight.cpu(), other.cpu())
-    )

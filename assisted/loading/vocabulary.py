@@ -4,7 +4,6 @@ compared. Tokens of different tokenizers are compared as bytes, because each tok
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from pathlib import Path
@@ -18,6 +17,10 @@ from .files import fields_of, loading
 from .gguf import named_in
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_BYTES = {chr(value): value for value in _PRINTABLE}
+_BYTES |= {chr(256 + i): value for i, value in enumerate(value for value in range(256) if value not in _PRINTABLE)}
+"""The byte of each character in byte-level names: printable bytes represent themselves, others are numbered from 256."""
 _CONTEXTS = ("x", "\n")  # to tokenize a text after other text: the first that forms no common token with it is used
 
 
@@ -159,6 +162,7 @@ class Vocabulary:
             self._tokenizer = Tokenizer.from_str(backend.to_str())
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
+        self._contexts = [(context, self.tokens(context)) for context in _CONTEXTS]
         self.prefix = self._prefix(tokenizer)
         joined = (b"".join(self.pieces[number] or b"" for number in self.tokens(probe)) for probe in ("a", "1", "."))
         self.prepends = any(piece.startswith(b" ") for piece in joined)
@@ -182,10 +186,6 @@ class Vocabulary:
         """One token id per byte, for incomplete characters. Empty if the vocabulary lacks such tokens."""
         ids = [self.by_bytes.get(bytes([value])) for value in data]
         return [] if None in ids else ids  # type: ignore[return-value]
-
-    @functools.cached_property
-    def _contexts(self) -> list[tuple[str, list[int]]]:
-        return [(context, self.tokens(context)) for context in _CONTEXTS]
 
     def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         whole = tokenizer("a", return_attention_mask=False).input_ids
@@ -227,7 +227,7 @@ class _Notation:
 
     def bytes_of(self, name: str) -> bytes:
         if self.byte_level:
-            values = [_byte_alphabet().get(character) for character in name]
+            values = [_BYTES.get(character) for character in name]
             return name.encode() if None in values else bytes(values)  # type: ignore[arg-type]
         if self.is_escaped(name):
             return bytes([int(name[3:5], 16)])
@@ -243,14 +243,6 @@ class _Notation:
 
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for inner in decoder["decoders"] for part in _flat(inner)] if "decoders" in decoder else [decoder]
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character in byte-level names: printable bytes represent themselves, others are numbered from 256."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase) -> set[str]:

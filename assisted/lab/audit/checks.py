@@ -160,7 +160,9 @@ class _Checks:
         for number, prompt in self._each():
             made = self.subject.write(prompt, self.settings.new_tokens)
             self.texts.append(made)
-            expected = self._greedy(prompt)
+            ids = torch.tensor([prompt], device=self.reference.device)
+            call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": self.settings.new_tokens}
+            expected = self.reference.generate(ids, do_sample=False, **call)[0, len(prompt) :].tolist()
             at = next((i for i, (a, b) in enumerate(zip(made.tokens, expected, strict=False)) if a != b), None)
             if at is None:  # one may have been cut at an end token that the other shows
                 equal += 1
@@ -303,15 +305,6 @@ class _Checks:
         for number, prompt in enumerate(self.prompts):
             self.progress(self.check, number / len(self.prompts))
             yield number, prompt
-
-    @torch.no_grad()
-    def _greedy(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt], device=self.reference.device)
-        made = self.reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.settings.new_tokens, do_sample=False
-        )
-        found: list[int] = made[0, len(prompt) :].tolist()
-        return found
 
     @torch.no_grad()
     def _logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:

@@ -97,10 +97,8 @@ class Model:
                 raise
             raise NotOffered(f"generate raises ValueError: {error}") from error
         tokens = (made.sequences if logprobs else made)[0, len(prompt) :].tolist()
-        found = None
-        if logprobs:
-            each = [row[0].float().log_softmax(-1) for row in made.logits]
-            found = [float(row[token]) for row, token in zip(each, tokens, strict=False)]
+        rows = zip(made.logits, tokens, strict=False) if logprobs else ()
+        found = [float(row[0].float().log_softmax(-1)[token]) for row, token in rows] if logprobs else None
         return Sampled(decoded(self.tokenizer, tokens), tokens, found)
 
     def json_object(self, request: str, schema: Mapping[str, Any], seed: int) -> str | None:

@@ -130,15 +130,13 @@ def point(
 
 def brief(
     pair: AssistedModelForCausalLM,
-    prompts: int = 5,
-    new_tokens: int = 48,
-    repeats: int = 5,
-    seconds: float = 36.0,
+    prompts: int,
+    rules: Rules,
+    also: Mapping[str, AssistedModelForCausalLM],
     progress: Progress = silent,
-    also: Mapping[str, AssistedModelForCausalLM] | None = None,
 ) -> Result:
-    """Decode held-out code at temperature 0 for half a minute, for the demo: plain, by transformers' own drafting, by this
-    package without a draft, by the pair.
+    """Decode held-out code for the time of `rules`, for the demo: plain, by transformers' own drafting, by this package without
+    a draft, by the pair.
 
     Unlike in `measure`, plain `generate` takes part only in its default mode, not compiled. transformers drafts with the same
     model, or by prompt lookup if there is none. Nothing is streamed.
@@ -146,23 +144,18 @@ def brief(
     Args:
         pair: with its tokenizer.
         prompts: functions to complete.
-        new_tokens: of each.
-        repeats: timed repeats, at most.
-        seconds: for everything. A repeat begins only if it would end in time; one is always made.
-        progress: called with what is being done and the share of it that is done.
+        rules: tokens, repeats at most, and seconds for everything.
         also: further pairs of the same target, by the name of their row.
+        progress: called with what is being done and the share of it that is done.
 
     Raises ValueError if there are not enough prompts, ModuleNotFoundError without the held-out text.
     """
-    started = now()
-    rules = Rules(new_tokens, repeats, seconds=seconds)
     found = texts.read(["code"], pair.tokenizer, prompts)
     plain = who.plain(pair.target, compiled=False)
     tried = transformers_assisted(pair) or who.lookups(pair.target)
-    pairs = {"assisted": pair, **(also or {})}
+    pairs = {"assisted": pair, **also}
     own = [who.undrafted(pair.target), *(of_model(name, model) for name, model in pairs.items())]
-    left = replace(rules, seconds=seconds - (now() - started))
-    measured = point(pair, plain, tried, own, found, left, progress=progress)
+    measured = point(pair, plain, tried, own, found, rules, progress=progress)
     about = machine(pair.target.device, pair.target.dtype)
     return Result(pair.target.name_or_path, None, rules, texts.sources(found), (measured,), about)
 

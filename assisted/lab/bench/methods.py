@@ -58,8 +58,12 @@ def plain(target: PreTrainedModel, compiled: bool = True) -> list[Method]:
     """
     found = _in_both_modes(target, [Method("plain", "plain", target.generate, {"cache": "dynamic"})])
     if compiled:
+        generate = partial(target.generate, cache_implementation="static")
+        if target.device.type == "cpu":  # elsewhere it compiles by itself
+            compile_anywhere(config := CompileConfig(mode="default"))
+            generate = partial(generate, compile_config=config)
         setting = {"cache": "static", "compiled": True}
-        found.append(Method("plain, static cache, compiled", "plain", _compiled(target), setting, counted=False))
+        found.append(Method("plain, static cache, compiled", "plain", generate, setting, counted=False))
     return found
 
 
@@ -147,15 +151,6 @@ def _without_onednn(generate: Generate, *args: Any, **kwargs: Any) -> torch.Tens
     # flags() sets the ones that are left out to defaults, with a warning
     with onednn.flags(False, onednn.deterministic, onednn.allow_tf32, onednn.fp32_precision):
         return generate(*args, **kwargs)
-
-
-def _compiled(target: PreTrainedModel) -> Generate:
-    generate = partial(target.generate, cache_implementation="static")
-    if target.device.type != "cpu":
-        return generate  # compiles by itself
-    config = CompileConfig(mode="default")
-    compile_anywhere(config)
-    return partial(generate, compile_config=config)
 
 
 def _with_assistant(

@@ -21,24 +21,19 @@ class Written:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two distributions side by side.
+    """Two distributions side by side."""
 
-    Args:
-        overlap: 1 minus the total variation of the two distributions at temperature 1, mean over the text: the highest
-            possible acceptance of a sampled token (2211.17192).
-        agreement: share of the text where both have the same top-1 token: the acceptance of greedy drafts.
-        best_by_position: highest possible acceptance of the first, second, ... drafted token, given that those before it were
-            accepted: the mean of 1 minus the total variation at the temperature of the text, over the recorded drafts.
-        cosine: mean cosine of the last hidden states, None if their sizes differ. A diagnostic, no predictor: two models that
-            were trained separately may produce the same output from states that have nothing in common.
-        tokens: number of compared tokens.
-    """
-
+    # 1 minus the total variation of the two distributions at temperature 1, mean over the text: the highest possible
+    # acceptance of a sampled token (2211.17192)
     overlap: float
-    agreement: float
+    agreement: float  # share of the text where both have the same top-1 token: the acceptance of greedy drafts
+    # highest possible acceptance of the first, second, ... drafted token, given that those before it were accepted: the
+    # mean of 1 minus the total variation at the temperature of the text, over the recorded drafts.
     best_by_position: tuple[float, ...]
+    # mean cosine of the last hidden states, None if their sizes differ. A diagnostic, no predictor: two models that were
+    # trained separately may produce the same output from states that have nothing in common.
     cosine: float | None
-    tokens: int
+    tokens: int  # number of compared tokens
 
 
 @torch.inference_mode()

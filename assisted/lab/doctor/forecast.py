@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.drafts import Draft, Round
+from ...core.drafts import Round
 from ...lengths.base import Length
 from ...lengths.cost_model import Costs
 from ..bench.statistics import Interval, speedup
@@ -76,17 +76,11 @@ class Recorded(Length):
             return
         self.last = round
         counts = round.drafted[0], round.accepted[0], round.kept[0]
-        self.calls[-1].append(
-            Step(self.asked, *counts, round.draft_seconds, round.verify_seconds, _levels(round.draft))
-        )
-
-
-def _levels(draft: Draft) -> tuple[int, ...] | None:
-    """Number of nodes at each depth of a tree, of one row."""
-    if draft.parents is None:
-        return None
-    depths = draft.depths()[0, : int(draft.lengths[0])]
-    return tuple(torch.bincount(depths, minlength=1)[1:].tolist())
+        levels = None
+        if round.draft.parents is not None:
+            depths = round.draft.depths()[0, : int(round.draft.lengths[0])]
+            levels = tuple(torch.bincount(depths, minlength=1)[1:].tolist())
+        self.calls[-1].append(Step(self.asked, *counts, round.draft_seconds, round.verify_seconds, levels))
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,12 @@ class Bandwidth:
 
 @dataclass(frozen=True)
 class Memory:
-    """A forward pass over one token, relative to the time that reading its weights from memory takes.
+    """A forward pass over one token, relative to the time that reading its weights from memory takes."""
 
-    Args:
-        weight_bytes: that a pass reads; None for a mixture of experts, where that depends on the tokens.
-        bandwidth: of a copy. Reading alone is often faster, by up to a half; shares are uncertain by as much.
-        seconds: of a pass over one token.
-    """
-
-    weight_bytes: int | None
+    weight_bytes: int | None  # that a pass reads; None for a mixture of experts, where that depends on the tokens
+    # of a copy. Reading alone is often faster, by up to a half; shares are uncertain by as much.
     bandwidth: Bandwidth
-    seconds: float
+    seconds: float  # of a pass over one token
 
     @property
     def share(self) -> tuple[float, float] | None:
@@ -123,13 +118,9 @@ def bandwidth(device: torch.device) -> Bandwidth:
 
 def memory(target: PreTrainedModel, seconds: float) -> Memory:
     """The memory of a target's device. seconds: of a forward pass over one token."""
-    return Memory(_weights_read(target), bandwidth(target.device), seconds)
-
-
-def _weights_read(target: PreTrainedModel) -> int | None:
     config: Any = target.config.get_text_config(decoder=True)
-    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
-        return None
-    words, output = target.get_input_embeddings(), target.get_output_embeddings()
-    tied = output is not None and output.weight is words.weight
-    return memory_bytes(target) - (0 if tied else words.weight.numel() * words.weight.element_size())
+    read = None
+    if not any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        words, output = target.get_input_embeddings().weight, target.get_output_embeddings()
+        read = memory_bytes(target) - (0 if output is not None and output.weight is words else words.nbytes)
+    return Memory(read, bandwidth(target.device), seconds)

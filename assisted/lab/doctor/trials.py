@@ -83,15 +83,14 @@ class Trials:
         plans = [(first, COLUMNS, onednn) for onednn in modes]
         plans += [(context, SOME_COLUMNS, None) for context in others]
         text, seconds = torch.cat(self.prompts), self.settings.seconds * FOR_PASSES / len(plans)
-        found = []
-        for number, (context, columns, onednn) in enumerate(plans):
 
-            def part(share: float, before: int = number) -> None:
+        def timed(before: int, context: int, columns: tuple[int, ...], onednn: bool | None) -> PassTimes:
+            def part(share: float) -> None:
                 progress("timing passes", (before + share) / len(plans))
 
-            part(0)
-            found.append(pass_times(self.target, text, context, columns, seconds=seconds, onednn=onednn, progress=part))
-        return tuple(found)
+            return pass_times(self.target, text, context, columns, seconds=seconds, onednn=onednn, progress=part)
+
+        return tuple(timed(number, *one) for number, one in enumerate(plans))
 
     def generate(self, model: Any, ids: torch.Tensor, **more: Any) -> list[int]:
         output = model(ids[None], attention_mask=torch.ones_like(ids)[None], **(self.call | more))
@@ -129,9 +128,8 @@ class Trials:
             written = [Written(text, len(ids), starts(call)) for text, ids, call in read]
             comparison = compare(self.target, model.drafter.model, written, settings.temperature, settings.longest)
         drafts, prompt_seconds = _priced(policy, measured)
-        best = min(
-            range(1, settings.longest + 1), key=lambda length: expect(drafts, length, 1.0).milliseconds_per_token
-        )
+        each = [expect(drafts, length, 1.0) for length in range(1, settings.longest + 1)]
+        best = min(each, key=lambda one: one.milliseconds_per_token).length
         told = [one for one in model.totals.warnings if not one.startswith(native.LACKING)]  # the report's head says it
         warned = "; ".join(dict.fromkeys([*gave_up(caught), *told])) or None
         return Found(model, policy.calls, drafts, best, comparison, prompt_seconds, warned)

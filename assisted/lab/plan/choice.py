@@ -314,6 +314,5 @@ def _range(values: tuple[float, float], digits: int) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: int) -> list[str]:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)) for row in (head, *rows)]
-    marks = ["> " if index == marked else "  " for index in range(len(rows))]
-    return ["  " + lines[0], *(mark + line.rstrip() for mark, line in zip(marks, lines[1:], strict=True))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    return [("> " if number == marked else "  ") + line for number, line in enumerate(lines, -1)]

@@ -78,7 +78,10 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     words = target.config.vocab_size
     # scores of the target and, where q is used, of the draft, in float32, and what processors make of them
     found.append(Part("logits of a pass", 3 * 4 * use.rows * (use.drafted + 1) * words))
-    found.append(Part("activations of the prompt", _activations(target, use, dtype), False))
+    # a prompt that fills the context: one layer's activations, and the mask where attention needs one
+    computed = (copied_in(dtype) or dtype) if use.device == "cpu" else dtype
+    layer = int(_TAKEN[use.device] * use.rows * use.context * _per_token(target, computed))
+    found.append(Part("activations of the prompt", layer + _MASK[use.device] * use.context**2, False))
     if use.fast and use.device == "cuda":
         found.append(Part("captured passes", _GRAPHS * use.rows * WIDTHS[4] * _per_token(target, dtype), False))
     found.append(Part("libraries", _LIBRARIES[use.device] + (_FAST[use.device] if use.fast else 0), False))
@@ -159,10 +162,3 @@ def _per_token(target: Shapes, dtype: torch.dtype) -> int:
     inner = max(inner) if isinstance(inner, (list, tuple)) else inner
     heads = max(target.states.per_token, default=2 * config.hidden_size)
     return int(dtype.itemsize * (4 * config.hidden_size + 3 * inner + 3 * heads))
-
-
-def _activations(target: Shapes, use: Use, dtype: torch.dtype) -> int:
-    """Of a prompt that fills the context: one layer's activations, and the mask where attention needs one."""
-    computed = (copied_in(dtype) or dtype) if use.device == "cpu" else dtype
-    layer = int(_TAKEN[use.device] * use.rows * use.context * _per_token(target, computed))
-    return layer + _MASK[use.device] * use.context**2

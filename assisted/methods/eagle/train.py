@@ -19,7 +19,6 @@ from ..shared.training.features import Seen
 from ..shared.training.heads import HeadTraining, causal_mask, start_norm
 from ..shared.training.losses import Agreement, Loss, agreement, log_probabilities, require_known
 from ..shared.training.masks import rows_of, seen_by
-from ..shared.training.method import Method, Start
 from ..shared.training.plan import require_positive, setting
 from .formats import save_eagle
 from .head import EagleConfig, EagleHead
@@ -142,10 +141,6 @@ class EagleTraining(HeadTraining):
                 attention: Any = layer.self_attn
                 set_attention(attention.config, "eager")  # its backward, compiled, is the faster one
                 layer.compile()
-
-    @classmethod
-    def make(cls, settings: EagleSettings, start: Start) -> Method:
-        return cls(start.target, settings, start.text.training, start.seed, start.compiled)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "taps": list(self.student.config.taps)}

@@ -6,8 +6,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rows_of", "seen_by", "unrolled_mask"]
-
 
 def unrolled_mask(columns: int, step: int, device: torch.device | str = "cpu") -> Tensor:
     """The attention mask in step `step` (0-based) of training, [1, 1, n, (step + 1) * n] bool, true where a column may attend.

@@ -60,11 +60,9 @@ class Method(ABC):
 
     @classmethod
     def make(cls, settings: Any, start: Start) -> Method:
-        """The method as `assisted train` runs it: `settings` and the fields of `start` that its class has as arguments.
-
-        settings: an instance of `options`. start: the target, the text, ...
-        """
-        given = {"settings": settings, **vars(start)}
+        """The method as `assisted train` runs it: its class gets what it has arguments for, out of `settings`, an instance of
+        `options`, `stream`, the training text [N], and the fields of `start`."""
+        given = {"settings": settings, "stream": start.text.training, **vars(start)}
         return cls(**{name: given[name] for name in inspect.signature(cls).parameters if name in given})
 
     def settings(self) -> dict[str, Any]:

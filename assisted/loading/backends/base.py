@@ -43,6 +43,15 @@ class Format:
     head: str | None = None
 
 
+def _unrestricted(config: Any) -> Format | None:
+    """Of a config whose modules may have any shape."""
+    return None
+
+
+def _untouched(model: PreTrainedModel) -> None:
+    """A model without side effects."""
+
+
 @dataclass(frozen=True)
 class Backend:
     """A way to quantize that transformers knows, in one file.
@@ -65,10 +74,10 @@ class Backend:
     module: str | None = None
     extra: str = ""
     configs: str = "transformers"
-    format_of: Callable[[Any], Format | None] = lambda config: None
+    format_of: Callable[[Any], Format | None] = _unrestricted
     skips: str | None = "modules_to_not_convert"
     modules: tuple[type[nn.Module], ...] = (nn.Linear,)
-    settle: Callable[[PreTrainedModel], None] = lambda model: None
+    settle: Callable[[PreTrainedModel], None] = _untouched
 
     @property
     def is_installed(self) -> bool:

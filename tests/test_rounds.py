@@ -8,18 +8,18 @@ import pytest
 
 # by rows: operations outside of captured functions, reads by the host, and replays, of a round
 MOST = {
-    ("draft model, 4 tokens", "greedy"): {1: (39, 2, 5), 4: (57, 2, 5)},
-    ("draft model, 4 tokens", "sampled"): {1: (122, 2, 6), 4: (140, 2, 6)},
-    ("suffix, 4 tokens", "greedy"): {1: (11, 2, 1), 4: (25, 2, 1)},
-    ("suffix, 4 tokens", "sampled"): {1: (12, 2, 2), 4: (26, 2, 2)},
-    ("early exit, 4 tokens", "greedy"): {1: (51, 2, 6), 4: (63, 2, 6)},
-    ("early exit, 4 tokens", "sampled"): {1: (134, 2, 7), 4: (146, 2, 7)},
-    ("Medusa, 4 tokens", "greedy"): {1: (26.1, 4, 1.3), 4: (40.1, 4, 1.3)},
-    ("Medusa, 4 tokens", "sampled"): {1: (34.5, 4.2, 2.5), 4: (46.2, 4.1, 2.8)},
-    ("EAGLE-3, 4 tokens", "greedy"): {1: (256, 11, 2), 4: (275, 11, 2)},
-    ("EAGLE-3, 4 tokens", "sampled"): {1: (181, 3, 6), 4: (195, 3, 6)},
-    ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (98, 3, 5), 4: (112, 3, 5)},
-    ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (181, 3, 6), 4: (195, 3, 6)},
+    ("draft model, 4 tokens", "greedy"): {1: (15, 1, 2), 4: (19, 1, 2)},
+    ("draft model, 4 tokens", "sampled"): {1: (18, 1, 3), 4: (22, 1, 3)},
+    ("suffix, 4 tokens", "greedy"): {1: (11, 2, 1), 4: (18, 2, 1)},
+    ("suffix, 4 tokens", "sampled"): {1: (12, 2, 2), 4: (19, 2, 2)},
+    ("early exit, 4 tokens", "greedy"): {1: (51, 2, 6), 4: (55, 2, 6)},
+    ("early exit, 4 tokens", "sampled"): {1: (134, 2, 7), 4: (138, 2, 7)},
+    ("Medusa, 4 tokens", "greedy"): {1: (26.1, 4, 1.3), 4: (33.1, 4, 1.3)},
+    ("Medusa, 4 tokens", "sampled"): {1: (34.5, 4.2, 2.5), 4: (39.2, 4.1, 2.8)},
+    ("EAGLE-3, 4 tokens", "greedy"): {1: (238, 11, 3), 4: (247, 11, 3)},
+    ("EAGLE-3, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
+    ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (23, 1, 3), 4: (27, 1, 3)},
+    ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
 }
 CASES = [
     pytest.param(*method, rows, marks=[pytest.mark.slow] if rows > 1 and not method[0].startswith("draft") else [])

@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 from .host import on_device
 
 _ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # they depend on a row's own prefix alone
+_FEW = 64  # columns whose places are listed on the host
 _GROWTH = 4096  # tokens of a row; the first allocation for a longer limit, which then doubles
 
 
@@ -115,7 +116,7 @@ class Text:
         """The last committed token of each row, [B, 1] int64."""
         if self.rows == 1:
             return self.ids[:, self.lengths[0] - 1 : self.lengths[0]]
-        return self.ids.gather(1, on_device(self.lengths, self.ids.device)[:, None] - 1)
+        return self.ids.gather(1, on_device([[length - 1] for length in self.lengths], self.ids.device))
 
     def prompts(self, attention_mask: torch.Tensor | None) -> list[list[int]]:
         """The tokens of each row's prompt, without padding. attention_mask: [B, P]; None if there is no padding."""
@@ -143,6 +144,12 @@ class Text:
         number of committed tokens per row (0 for rows that had ended).
         """
         kept = [0] * self.rows
+        tokens = [
+            [] if ended else new[: self.max_length - length]
+            for new, length, ended in zip(tokens, self.lengths, self.ended, strict=True)
+        ]
+        self._make_room(max(length + len(new) for new, length in zip(tokens, self.lengths, strict=True)))
+        self._write(tokens)
         for row, new in enumerate(tokens):
             if self.ended[row]:
                 continue
@@ -187,9 +194,6 @@ class Text:
 
     def _extend_row(self, row: int, new: list[int], scores: torch.Tensor | None, logits: torch.Tensor | None) -> int:
         start = self.lengths[row]
-        new = new[: self.max_length - start]
-        self._make_room(start + len(new))
-        self.ids[row, start : start + len(new)] = on_device(new, self.ids.device)
         if self._only_lengths_and_eos and self.streamer is None and not (self.keep_scores or self.keep_logits):
             stop = next((i + 1 for i, token in enumerate(new) if token in self._eos), None)
             count = len(new) if stop is None else stop
@@ -212,6 +216,21 @@ class Text:
                 break
         return count
 
+    def _write(self, tokens: list[list[int]]) -> None:
+        """Write new tokens after those of each row, in one operation."""
+        if self.rows == 1:
+            start = self.lengths[0]
+            self.ids[0, start : start + len(tokens[0])] = on_device(tokens[0], self.ids.device)
+            return
+        places = [
+            [row, length + place, token]
+            for row, (new, length) in enumerate(zip(tokens, self.lengths, strict=True))
+            for place, token in enumerate(new)
+        ]
+        if places:
+            row, column, token = on_device(list(zip(*places, strict=True)), self.ids.device)
+            self.ids[row, column] = token
+
     def _make_room(self, length: int) -> None:
         """Make room for rows of `length` tokens, in a copy of `ids`."""
         held = self.ids.shape[1]
@@ -233,5 +252,9 @@ def tokens_from(text: Text, starts: list[int], width: int) -> torch.Tensor:
     """`width` tokens of each row from the column `starts[b]` on, [B, width] int64; after the end of a row, any tokens."""
     if text.rows == 1:
         return text.ids[:, starts[0] : starts[0] + width]
-    columns = on_device(starts, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
-    return text.ids.gather(1, columns.clamp(max=text.ids.shape[1] - 1))
+    last = text.ids.shape[1] - 1
+    if width > _FEW:
+        columns = on_device(starts, text.ids.device)[:, None] + torch.arange(width, device=text.ids.device)
+        return text.ids.gather(1, columns.clamp(max=last))
+    places = [[min(start + place, last) for place in range(width)] for start in starts]
+    return text.ids.gather(1, on_device(places, text.ids.device).long())

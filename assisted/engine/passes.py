@@ -16,6 +16,10 @@ from .cache import Paths, SlotCache
 from .prefill import by_groups
 from .prepared import CallSettings, PreparedModule
 
+Chained = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], list[torch.Tensor]]
+"""Drafts a chain on the device: from a model's output after the text, [B, ...], and a function that reads a token of each row,
+[B, 1] int64, and returns the output after it."""
+
 
 class Inputs(NamedTuple):
     """What a captured forward pass reads.
@@ -61,6 +65,18 @@ class Passes:
     def rounding(self, most: int) -> Callable[[int, int], int | None] | None:
         """If each shape is captured: the number of columns that a pass is rounded up to, given its columns and rows; None for a
         pass too wide to capture. most: rows of the call."""
+        return None
+
+    def chain(
+        self, runner: Runner, ids: torch.Tensor, counts: list[int], steps: int, key: Hashable, function: Chained
+    ) -> list[torch.Tensor] | None:
+        """Forward passes over committed columns and then over one token after the other, in one captured function; None leaves
+        them to the caller. Nothing is committed.
+
+        ids: [B, n] int64, `counts[b]` columns of row b. steps: the most tokens that are read after them. key: equal for
+        functions that compute the same. Returns what the function returns and, if the module reads states, its output after
+        the columns.
+        """
         return None
 
     def release(self, reason: str) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,10 +27,10 @@ from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
-from ..engine.passes import Inputs, Passes, Runner
+from ..engine.passes import Chained, Inputs, Passes, Runner
 from ..engine.prepared import CallSettings
 from ..engine.shapes import WIDTHS, columns_among, columns_for, slots_for
-from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, Outputs, Shape
+from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, HostRead, Outputs, Shape
 from .products import may_copy, may_take
 from .sources import Modules, Source, Weights
 from .static_buffers import StaticBuffers
@@ -142,7 +143,7 @@ class Graphs(Passes):
         made_for = (settings.mode, kind, _fingerprint(model, runner.prepared.module))
         inner = Modules.of([module for module in model.modules() if module is not model], trusted.code)
         constants = kind.takes_constants and may_copy(model.parameters())
-        weights, copied = chain(model.parameters(), model.buffers()), set(map(id, runner.prepared.copied))
+        weights, copied = itertools.chain(model.parameters(), model.buffers()), set(map(id, runner.prepared.copied))
         compared = (weight for weight in weights if id(weight) not in copied) if constants else ()
         source = Source(inner, Weights.of(compared, constants), Weights((), None))
         known = self._made_from
@@ -318,7 +319,7 @@ class Graphs(Passes):
                 held = [None if given is None else torch.zeros_like(given) for given in inputs]
             _fill(held, inputs)
             try:
-                with fork_rng([runner.device] if runner.device.type == "cuda" else []):
+                with _same_draws(runner.device):
                     run = captures.record(lambda: [function(*held)], runner.device, False)
             except Exception:  # it runs eagerly; somebody's version of a processor may read values on the host
                 self._uncapturable.add(key)
@@ -331,6 +332,49 @@ class Graphs(Passes):
         _fill(captured.inputs, inputs)
         captures.held.move_to_end(key)
         return captured()[0]
+
+    def chain(
+        self, runner: Runner, ids: torch.Tensor, counts: list[int], steps: int, key: Hashable, function: Chained
+    ) -> list[torch.Tensor] | None:
+        captures, buffers, cache, rows = self.captures, self.buffers, runner.cache, runner.cache.rows
+        columns, inject = columns_for(ids.shape[1], rows), runner.prepared.inject
+        # a forward pass of this call has been compared: a chain consists of such passes
+        if not (self._serves(cache) and self._confirmed and isinstance(captures, CudaGraphs)) or captures.compiled:
+            return None
+        if columns is None or buffers is None or cache.running != list(range(rows)):
+            return None
+        last = self._last(cache, rows) + columns + steps
+        shape = Shape(runner.prepared.kind, rows, columns, slots_for(last), False)
+        key = ("chain", shape, steps, key)
+        fits = last <= runner.context and buffers.holds(cache, shape.top) and captures.sort(shape) in captures.trusted
+        if not fits or key in self._uncapturable or not (key in captures.held or captures.was_asked(key)):
+            return None
+        started, states = now(), None if inject is None else inject.hidden
+        try:
+            buffers.feed(cache, rows, columns, ids, None, counts)
+            if states is not None:
+                buffers.put(shape.kind, cache, rows, states)
+            if key not in captures.held:
+                run = functools.partial(
+                    _chained, self._static(runner, False).run, self._inputs(runner, shape), function
+                )
+                with buffers.other_ids(), _same_draws(runner.device):
+                    captures.keep(key, captures.record(run, runner.device, False))
+                self._spend(now() - started)
+            captures.held.move_to_end(key)
+            outputs = [output.clone() for output in captures.held[key]()]
+        except HostRead:  # somebody's version of a processor
+            self._uncapturable.add(key)
+            return None
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            return None
+        finally:
+            if inject is not None and states is not None:  # a capture replaces them
+                inject.hidden = states
+        self.replays += 1
+        captures.replays += 1
+        return outputs
 
     def _last(self, cache: SlotCache, rows: int) -> int:
         """The most valid slots in any of the first rows, in storage order."""
@@ -357,6 +401,29 @@ class Graphs(Passes):
     def _give_up(self, reason: str) -> None:
         self._note(reason)
         self.release(reason)
+
+
+def _chained(run: Function, inputs: Sequence[torch.Tensor | None], function: Chained) -> Outputs:
+    """A function of `Passes.chain`. run, inputs: as those of a forward pass over the first columns."""
+    ids, numbers, _, visible, states = inputs
+    assert numbers is not None
+    counts = numbers[:, 3:4]
+    after, steps, hands_on = numbers[:, :2] + counts, itertools.count(), states is not None
+    made = run(ids, numbers, None, visible, states)[0]
+    first = made.gather(1, (counts - 1)[:, :, None].expand(-1, -1, made.shape[-1]))[:, 0]
+    last = first
+
+    def read(tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal last
+        last = run(tokens, after + next(steps), None, visible, last[:, None] if hands_on else None)[0][:, -1]
+        return last
+
+    return [*function(first, read), *([first] if hands_on else [])]
+
+
+def _same_draws(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which random numbers go on as if nothing had been drawn in it."""
+    return fork_rng([device] if device.type == "cuda" else [])
 
 
 def _fill(held: Sequence[torch.Tensor | None], given: Sequence[torch.Tensor | None]) -> None:

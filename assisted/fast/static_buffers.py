@@ -33,8 +33,8 @@ class StaticBuffers:
         self.slots.capacity = capacity
         self.slots.lengths = [1] * rows  # arbitrary: a captured pass that reads them fails the comparison
         with torch.inference_mode(False):
-            # by storage index: valid slots, position of column 0, row
-            self.numbers = torch.zeros(rows, 3, dtype=torch.int64, device=device)
+            # by storage index: valid slots, position of column 0, row, columns that are kept of a chain's first ones
+            self.numbers = torch.zeros(rows, 4, dtype=torch.int64, device=device)
             self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self._inputs: dict[Hashable, torch.Tensor] = {}  # [rows, columns, ...]
         self._lent: dict[int, torch.Tensor] = {}  # by layer: the keys of the call that uses the slots
@@ -106,9 +106,20 @@ class StaticBuffers:
             if layer.keys is lent:
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
-    def feed(self, cache: SlotCache, rows: int, columns: int, ids: torch.Tensor, draft: Draft | None) -> None:
-        """Fill the next pass's inputs for the first `rows` storage indices. Columns after those of `ids` are padding."""
-        self._count(cache, rows)
+    def feed(
+        self,
+        cache: SlotCache,
+        rows: int,
+        columns: int,
+        ids: torch.Tensor,
+        draft: Draft | None = None,
+        counts: list[int] | None = None,
+    ) -> None:
+        """Fill the next pass's inputs for the first `rows` storage indices. Columns after those of `ids` are padding.
+
+        counts: by row, the columns that are no padding, for `Graphs.chain`.
+        """
+        self._count(cache, rows, counts)
         self.put("ids", cache, rows, ids)
         if draft is not None and draft.parents is not None:
             self.put("parents", cache, rows, draft.parents)[:rows, ids.shape[1] - 1 : columns - 1] = -1
@@ -161,9 +172,11 @@ class StaticBuffers:
             store[place, :, target] = store[place, :, source]
         return []
 
-    def _count(self, cache: SlotCache, rows: int) -> None:
-        order = cache.order[:rows]
-        table = [[cache.lengths[row], cache.lengths[row] - cache.padding[row], row] for row in order]
+    def _count(self, cache: SlotCache, rows: int, counts: list[int] | None = None) -> None:
+        table = [
+            [cache.lengths[row], cache.lengths[row] - cache.padding[row], row, 1 if counts is None else counts[row]]
+            for row in cache.order[:rows]
+        ]
         self.numbers[:rows].copy_(pinned(table, self.device), non_blocking=True)
 
     def _show(self, cache: SlotCache) -> None:

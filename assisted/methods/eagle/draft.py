@@ -4,6 +4,7 @@ For committed tokens these hold the result of true features; what it computes fo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from ...lengths.cost_model import UNMEASURED, best_size
 from ...lengths.rates import Rates
 from ..shared.base import Call, Drafter, HeadSpec, Room, Target, require_positive
 from ..shared.chain import ChainDrafting
-from ..shared.heads import StateHead
+from ..shared.heads import Head, StateHead
 from ..shared.registry import register
 from ..shared.runner import HeadRunner, LevelReader
 from ..shared.tree_growth import Growing, Limits, grow, grow_in_c, learn, shape_of
@@ -260,6 +261,7 @@ class HeadDrafting(ChainDrafting):
             learn(self.rates, self.grown.offers, self.grown.text, round.kept)
             self.grown = None
         drafter = self.drafter
+        self.see_lengths(round, self.proposed)
         if not round.draft.is_that_of(self.proposed):
             return
         drafter.drafts += sum(count > 0 for count in round.drafted)
@@ -336,7 +338,10 @@ class EagleDrafting(HeadDrafting):
         runner.keep_last(self.drafter.window)
         if self.parallel:
             return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
-        state = self._read_committed(runner, text)
+        tokens, states, counts = self._unread_columns(runner, text)
+        if not self.trees and (draft := self._chain_at_once(runner, text, tokens, states, counts, budget)) is not None:
+            return draft
+        state = runner.read(tokens, states, counts)
         with runner.cache.borrowed():
             return (self._tree if self.trees else self._chain)(runner, text, state, budget)
 
@@ -379,12 +384,8 @@ class EagleDrafting(HeadDrafting):
             self.prompt, self.taken = [], []
         return self.runner
 
-    def _read_committed(self, runner: HeadRunner, text: Text, masks: int | None = None) -> torch.Tensor:
-        """Read what was committed since the last round. Returns the head's state after it, [B, H].
-
-        Rows with fewer unread tokens than others are padded on the right; the padding is not kept. masks: of P-EAGLE heads, see
-        `HeadRunner.read_ahead`, whose result is then returned.
-        """
+    def _unread_columns(self, runner: HeadRunner, text: Text) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """What was committed since the last round, as `HeadRunner.read` takes it."""
         cache = runner.cache
         features, counts = _joined(self.unread)
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
@@ -392,13 +393,11 @@ class EagleDrafting(HeadDrafting):
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
         tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
         self.unread = []
-        if masks is not None:
-            return runner.read_ahead(tokens, runner.head.fuse(features), counts, masks)
-        return runner.read(tokens, runner.fuse(features), counts)
+        return tokens, runner.fuse(features), counts
 
     def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
         """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""
-        states = self._read_committed(runner, text, budget - 1)
+        states = runner.read_ahead(*self._unread_columns(runner, text), budget - 1)
         logits = iter(self.fitted(runner.head.over_all(runner.logits(states)), text).unbind(1))
         return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
@@ -411,6 +410,40 @@ class EagleDrafting(HeadDrafting):
         reader = LevelReader(runner, state, depth * self.drafter.top_k)
         return self.draft_tree(reader, reader.logits(), text, depth)
 
+    def _chain_at_once(
+        self, runner: HeadRunner, text: Text, tokens: torch.Tensor, states: torch.Tensor, counts: list[int], budget: int
+    ) -> Draft | None:
+        """A chain and the reading of the committed columns in one captured function; None where that is not possible."""
+        head = runner.head
+        # not where the target's weights are read in a function of the head, nor where states of the text are others
+        if (
+            runner.steps is not None
+            or head.shares_output
+            or type(head).resume is not Head.resume
+            or runner.state is None
+        ):
+            return None
+        runner.take(states)
+        self._know_entries(head, text)
+        found = self.chain_at_once(runner, tokens, counts, budget, functools.partial(self._logits, runner, text))
+        if found is None:
+            return None
+        draft, (runner.state,) = found
+        runner.cache.commit(counts)
+        return draft
+
+    def _know_entries(self, head: Any, text: Text) -> None:
+        if head.d2t is not None and head.config.vocab_size <= self.size:
+            known = head.draft_tokens.to(text.ids.device)
+            self.entries = Entries(known, self.size, self.call.distribution.by_rank)
+
+    def _logits(self, runner: HeadRunner, text: Text, state: torch.Tensor) -> torch.Tensor:
+        """Logits after a state, as `draft_chain` takes them with these `entries`."""
+        found = runner.logits(state)
+        if self.entries.known is None:
+            return self.fitted(runner.head.over_all(found), text)
+        return found.to(text.ids.device)
+
     def _chain(self, runner: HeadRunner, text: Text, state: torch.Tensor, budget: int) -> Draft:
         count = self._greedy_count(budget)
         if count is not None and (made := runner.chain(state, count)) is not None:
@@ -418,21 +451,15 @@ class EagleDrafting(HeadDrafting):
             self.broken = best.isnan().any()
             return Draft(tokens, best.isfinite().cumprod(1).sum(1))
 
-        head, device = runner.head, text.ids.device
-        if head.d2t is not None and head.config.vocab_size <= self.size:
-            self.entries = Entries(head.draft_tokens.to(device), self.size, self.call.distribution.by_rank)
-
-        def logits() -> torch.Tensor:
-            found = runner.logits(state)
-            return self.fitted(head.over_all(found), text) if self.entries.known is None else found.to(device)
+        self._know_entries(runner.head, text)
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             nonlocal state
             state = runner(tokens, state[:, None])[:, -1]
             runner.cache.commit([1] * text.rows)
-            return logits()
+            return self._logits(runner, text, state)
 
-        return self.draft_chain(text, budget, logits(), read)
+        return self.draft_chain(text, budget, self._logits(runner, text, state), read)
 
     def _greedy_count(self, budget: int) -> int | None:
         """How many tokens a draft has, at most `budget`, if that can be decided before any is drafted and each is the most

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 
 from ...core import acceptance
-from ...core.drafts import Draft
+from ...core.drafts import Draft, Round
 from ...core.host import on_device
 from ...core.text import Text
 from ...distribution import probabilities
 from ...engine.kept import Entries
+from ...engine.passes import Runner
 from ...engine.runner import CachedModel
+from ...lengths.base import Length
 from .base import Call, Drafting
 
 
@@ -89,27 +91,98 @@ class ChainDrafting(Drafting):
         lengths = possible.minimum(on_device(wanted_of, text.ids.device))
         return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
 
+    def chain_at_once(
+        self,
+        runner: Runner,
+        ids: torch.Tensor,
+        counts: list[int],
+        budget: int,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[Draft, list[torch.Tensor]] | None:
+        """`draft_chain` of a model that has not read the last committed tokens, in one captured function; None where that is
+        not possible. Nothing is committed.
+
+        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. Returns what the captured
+        function returns besides, too.
+        """
+        count, key = self.count_ahead(budget), self.call.distribution.of_logits
+        if count is None or key is None:
+            return None
+        key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
+        function = functools.partial(self._at_once, count, logits)
+        found = runner.passes.chain(runner, ids, counts, count - 1, key, function)
+        if found is None:
+            return None
+        tokens, lengths, self.broken, *more = found
+        q = more.pop(0) if self.call.distribution.do_sample else None
+        return Draft(tokens, lengths, q), more
+
+    def _at_once(
+        self,
+        count: int,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        output: torch.Tensor,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Tokens, [B, count], the draft's lengths, [B], whether there was NaN, [], and q if tokens are drawn."""
+        distribution = self.call.distribution
+        tokens: list[torch.Tensor] = []
+        best, distributions = [], []
+        while True:
+            scores = distribution.scores_of(self.entries.logits(logits(output)))
+            score, token = scores.max(-1, keepdim=True)
+            if distribution.do_sample:
+                q = probabilities(scores)
+                token = acceptance.sample(q)[:, None]
+                distributions.append(self.entries.q(q))
+            best.append(score)
+            tokens.append(self.entries.tokens(token))
+            if len(tokens) == count:
+                break
+            output = read(self.readable(tokens[-1]))
+        found = torch.cat(best, 1)
+        made = [torch.cat(tokens, 1), found.isfinite().cumprod(1).sum(1), found.isnan().any()]
+        return [*made, torch.stack(distributions, 1)] if distributions else made
+
+    def count_ahead(self, budget: int) -> int | None:
+        """How many tokens a draft has, if that does not depend on what is drafted; None otherwise."""
+        length = self.call.length
+        return None if length.needs_q or type(length).run_again is not Length.run_again else budget
+
     def chain_of(
         self,
         runner: CachedModel,
         text: Text,
         budget: int,
         logits: torch.Tensor | None = None,
-        after_read: Callable[[], None] = lambda: None,
+        after_read: Callable[[], None] | None = None,
     ) -> Draft:
         """`draft_chain` with a model, whose slots then hold what it has read.
 
         logits: after the committed text; None reads its last token first. after_read: called after every forward pass.
         """
         used = [int(not ended) for ended in text.ended]
+        if logits is None and after_read is None:
+            ids, counts = self.readable(text.last_tokens()), [1] * text.rows
+            found = self.chain_at_once(runner, ids, counts, budget, functools.partial(self.fitted, text=text))
+            if found is not None:
+                runner.cache.commit([found[0].width] * text.rows)
+                return found[0]
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
             logits = runner(self.readable(tokens), used=used)[:, -1]
             runner.cache.commit([1] * text.rows)
-            after_read()
+            if after_read is not None:
+                after_read()
             return self.fitted(logits, text)
 
         return self.draft_chain(text, budget, read(text.last_tokens()) if logits is None else logits, read)
+
+    def see_lengths(self, round: Round, proposed: Draft | None) -> None:
+        """Forget `broken` if all rows of a draft are as long as it is wide: NaN ends a row's draft. Lengths are on the host."""
+        if round.draft.is_that_of(proposed) and not self.call.length.needs_q:
+            whole = all(round.drafted[row] == round.draft.width for row in round.unfinished)
+            self.broken = None if whole else self.broken
 
     def require_numbers(self) -> None:
         """Raise FloatingPointError if the last round's logits contained NaN."""

@@ -93,13 +93,24 @@ class ModelDrafting(ChainDrafting):
         return self._draft(runner, text, budget) if budget > 0 else Draft.empty(text.rows, text.ids.device)
 
     def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
-        logits = self._read_committed(runner, text)
+        ids, unread = self._unread(runner, text)
+        of_output = functools.partial(self.fitted, text=text)
+        found = self.chain_at_once(runner, self.readable(ids), unread, budget, of_output)
+        if found is None:
+            logits = self._read_committed(runner, text)
+        else:
+            runner.cache.commit(unread)
         self.committed = runner.cache.known  # KV of all committed tokens; what follows is speculative
-        self.proposed = self.chain_of(runner, text, budget, logits)
+        if found is None:
+            self.proposed = self.chain_of(runner, text, budget, logits)
+        else:
+            self.proposed, _ = found
+            runner.cache.commit([self.proposed.width - 1] * text.rows)
         return self.proposed
 
     def observe(self, round: Round) -> None:
         """Rewind to the committed text. The last drafted token was not read, so after full acceptance it has no KV yet."""
+        self.see_lengths(round, self.proposed)
         if self.runner is None or self.proposed is None:
             return
         # the tokens of another drafter were not read
@@ -149,18 +160,22 @@ class ModelDrafting(ChainDrafting):
 
         Rows with fewer unread tokens than others are padded on the right; the padding is not kept.
         """
-        cache = runner.cache
-        # the last token is always read, since its logits are needed; again, if a batch in lockstep kept a row's whole draft
-        cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
-        unread = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
-        ids = tokens_from(text, cache.known, max(unread))
+        ids, unread = self._unread(runner, text)
         used = [0 if ended else count for count, ended in zip(unread, text.ended, strict=True)]
         logits = runner(self.readable(ids), used=used)
-        cache.commit(unread)
+        runner.cache.commit(unread)
         if text.rows == 1:
             return self.fitted(logits[:, -1], text)
         last = on_device(unread, logits.device) - 1
         return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
+
+    def _unread(self, runner: CachedModel, text: Text) -> tuple[torch.Tensor, list[int]]:
+        """The committed tokens that the draft has not read, [B, n], and their number in each row."""
+        cache = runner.cache
+        # the last token is always read, since its logits are needed; again, if a batch in lockstep kept a row's whole draft
+        cache.rewind([min(known, total - 1) for total, known in zip(text.lengths, cache.known, strict=True)])
+        unread = [total - known for total, known in zip(text.lengths, cache.known, strict=True)]
+        return tokens_from(text, cache.known, max(unread)), unread
 
     def readable(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids within the draft's embedding: ids beyond it (padding of the target's vocabulary) become its last entry."""

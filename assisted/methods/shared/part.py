@@ -35,7 +35,7 @@ class PartDrafting(ChainDrafting):
     """
 
     def draft_with(
-        self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] = lambda: None
+        self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] | None = None
     ) -> Draft:
         """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
         if not part.lends_slots:

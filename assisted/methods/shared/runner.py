@@ -117,6 +117,8 @@ class HeadRunner(Runner):
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""
         made = None if self.steps is None else self.steps.fuse(features)
+        if made is None and (found := self.compute("fuse", self.head.fuse, features)) is not None:
+            made = found.clone()  # the next replay overwrites it
         return self.head.fuse(features) if made is None else made
 
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
@@ -173,11 +175,15 @@ class HeadRunner(Runner):
             found = self.steps(tokens, states, self.cache, int(self.first))
             if found is not None:
                 return found
+        self.take(states)
+        return self.passes.run(self, tokens, None, None)
+
+    def take(self, states: torch.Tensor) -> None:
+        """Let the next step read these states, [B, n, H]."""
         self.inject.hidden = states
         kind = "head", states.shape[-1]  # several MTP layers: states of another width are read by other layers
         if self.prepared.kind != kind:
             self.prepared = replace(self.prepared, kind=kind)
-        return self.passes.run(self, tokens, None, None)
 
     def chain(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The most probable tokens after the text, each given those before, of one row in one call; None where that is not

@@ -111,8 +111,8 @@ def test_what_overhead_times_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt = SimpleNamespace(ids=torch.arange(40, 60)[None])
     assert all(seconds > 0 for seconds in overhead.timed(pair, prompt, call))
-    causes = overhead.Causes()
-    with causes.timed():
+    causes = overhead.Clocks()
+    with causes.running():
         overhead.run(pair, prompt, call)
     assert all(causes.seconds[cause] > 0 for cause in ("passes", "the loop", "draft lengths", "accepting"))
 

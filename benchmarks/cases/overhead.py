@@ -38,7 +38,7 @@ DRAFTS = {
 }
 """By name: the draft and its length."""
 PASSES = {
-    (generation, "read_prompt"): None,
+    (generation, "read_prompt"): "target",
     (CachedModel, "prefill"): "prompt",
     (CachedModel, "__call__"): "placed",
     (HeadRunner, "_read_first"): "prompt",
@@ -47,7 +47,7 @@ PASSES = {
     (HeadRunner, "logits"): "alone",
     (EagleHead, "fuse"): "alone",
 }
-"""The functions that run a model, and the method of `Passes` that makes the call which repeats it, if it is noted there."""
+"""The functions that run a model, and the method of `Passes` that makes the call which repeats it."""
 CAUSES = {
     "passes": list(PASSES),
     "looking for changed weights": [(fused, "fused")],
@@ -66,35 +66,64 @@ now = time.perf_counter
 READ_PROMPT = CachedModel.prefill
 
 
-class Passes:
+class Clocks:
+    """The seconds of each cause, without those of other causes inside it. causes: some of CAUSES."""
+
+    def __init__(self, causes=tuple(CAUSES)):
+        self.causes = causes
+        self.seconds = dict.fromkeys(causes, 0.0) | {"draft lengths": 0.0}
+        self.within = []  # seconds already counted, for each function that has not returned
+
+    @contextmanager
+    def running(self):
+        """Inside, the functions are timed."""
+        with ExitStack() as stack:
+            for cause in self.causes:
+                for owner, name in CAUSES[cause]:
+                    stack.enter_context(
+                        patch.object(owner, name, self.timing(getattr(owner, name), cause, owner, name))
+                    )
+            start = CallLengths.start
+
+            def with_length(*args):
+                length = start(*args)
+                for name in ("budget", "go_on", "run_again", "observe"):
+                    setattr(length, name, self.timing(getattr(length, name), "draft lengths"))
+                return length
+
+            if len(self.causes) > 1:
+                stack.enter_context(patch.object(CallLengths, "start", with_length))
+            yield
+
+    def timing(self, function, cause, owner=None, name=""):
+        def run(*args, **kwargs):
+            self.noted(function, (owner, name), args, kwargs)
+            self.within.append(0.0)
+            started = now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = now() - started
+                self.seconds[cause] += took - self.within.pop()
+                if self.within:
+                    self.within[-1] += took
+
+        return run
+
+    def noted(self, function, place, args, kwargs):
+        """Called before each of the functions."""
+
+
+class Passes(Clocks):
     """The forward passes of a call, to be run again: their arguments, and the lengths of their slots."""
 
     def __init__(self):
+        super().__init__(("passes",))
         self.made = []
-        self.within = 0.0  # seconds of the passes in the call itself
 
-    @contextmanager
-    def noted(self):
-        """Inside, every forward pass is noted."""
-        with ExitStack() as stack:
-            for (owner, name), again in PASSES.items():
-                noting = self.noting(getattr(owner, name), None if again is None else getattr(self, again))
-                stack.enter_context(patch.object(owner, name, noting))
-            stack.enter_context(patch.object(generation, "read_prompt", self.target(generation.read_prompt)))
-            yield
-
-    def noting(self, method, again=None):
-        """The method, with its time noted. again: makes the call that repeats it; None notes only the time."""
-
-        def run(*args, **kwargs):
-            if again is not None:
-                self.made.append(again(method, *args, **kwargs))
-            started = now()
-            found = method(*args, **kwargs)
-            self.within += now() - started
-            return found
-
-        return run
+    def noted(self, function, place, args, kwargs):
+        if not self.within:
+            self.made.append(getattr(self, PASSES[place])(function, *args, **kwargs))
 
     def alone(self, method, *args):
         return partial(method, *args)
@@ -118,62 +147,18 @@ class Passes:
 
         return again
 
-    def target(self, read):
+    def target(self, method, call, lent):
         """The target reads its prompt through its own forward; it is read again in the way of a draft."""
+        return self.prompt(READ_PROMPT, call.target, call.inputs.ids, None)
 
-        def run(call, lent):
-            self.made.insert(0, self.prompt(READ_PROMPT, call.target, call.inputs.ids, None))
-            return read(call, lent)
-
-        return run
-
-    def seconds(self):
-        """Run all passes again. Returns how long that takes."""
+    def again(self):
+        """Run all passes again. Returns the seconds that it takes."""
         gc.collect()
         with torch.inference_mode():
             started = now()
             for again in self.made:
                 again()
             return now() - started
-
-
-class Causes:
-    """The seconds of each cause, without those of other causes inside it."""
-
-    def __init__(self):
-        self.seconds = dict.fromkeys(CAUSES, 0.0) | {"draft lengths": 0.0}
-        self.within = []  # seconds already counted, for each function that has not returned
-
-    @contextmanager
-    def timed(self):
-        with ExitStack() as stack:
-            for cause, functions in CAUSES.items():
-                for owner, name in functions:
-                    stack.enter_context(patch.object(owner, name, self.timing(getattr(owner, name), cause)))
-            start = CallLengths.start
-
-            def with_length(*args):
-                length = start(*args)
-                for name in ("budget", "go_on", "run_again", "observe"):
-                    setattr(length, name, self.timing(getattr(length, name), "draft lengths"))
-                return length
-
-            stack.enter_context(patch.object(CallLengths, "start", with_length))
-            yield
-
-    def timing(self, function, cause):
-        def run(*args, **kwargs):
-            self.within.append(0.0)
-            started = now()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                took = now() - started
-                self.seconds[cause] += took - self.within.pop()
-                if self.within:
-                    self.within[-1] += took
-
-        return run
 
 
 def pairs_of(target):
@@ -201,10 +186,10 @@ def measure_target(target, prompts, repeats, new_tokens, bars):
     for name, number, repeat in turns(list(pairs), prompts, repeats, progress=measuring):
         seconds[name][:, repeat, number] = torch.tensor(timed(pairs[name], texts[number], call), dtype=torch.float64)
     totals = {name: pair.totals for name, pair in pairs.items()}
-    causes = {name: Causes() for name in pairs}
+    causes = {name: Clocks() for name in pairs}
     finding = partial(bars, f"{target}, causes")
     for name, number, _ in turns(list(pairs), prompts, progress=finding):  # last, because clocks slow a call down
-        with causes[name].timed():
+        with causes[name].running():
             run(pairs[name], texts[number], call)
     return [row(target, name, seconds[name], causes[name].seconds, totals[name]) for name in pairs]
 
@@ -217,11 +202,11 @@ def timed(pair, prompt, call):
     """Seconds of a call, of its forward passes alone, and of its forward passes inside the call."""
     passes = Passes()
     gc.collect()
-    with passes.noted():
+    with passes.running():
         started = now()
         run(pair, prompt, call)
         whole = now() - started
-    return whole, passes.seconds(), passes.within
+    return whole, passes.again(), passes.seconds["passes"]
 
 
 def row(target, name, seconds, causes, totals):

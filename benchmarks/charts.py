@@ -41,6 +41,10 @@ class Bar(NamedTuple):
     low: float | None = None
     high: float | None = None
 
+    @classmethod
+    def of(cls, name: str, speedup: Mapping[str, float], color: str) -> Bar:
+        return cls(name, speedup["ratio"], color, speedup["low"], speedup["high"])
+
 
 Rows = Mapping[str, Sequence[Bar]]
 
@@ -169,7 +173,7 @@ def rows_of(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
         known = shown.get(row["name"]) or shown.get(row["family"] if row["family"].startswith("transformers") else "")
         if known:
             color = {"plain": GREY, "assisted": BLUE}.get(row["family"], ORANGE)
-            found.append(Bar(known, row["speedup"]["ratio"], color, row["speedup"]["low"], row["speedup"]["high"]))
+            found.append(Bar.of(known, row["speedup"], color))
     return found
 
 
@@ -283,7 +287,7 @@ def summary() -> str:
         for name, (color, chosen) in kinds.items():
             if some := [row["speedup"] for row in ran if chosen(row)]:
                 best = max(some, key=lambda speedup: speedup["ratio"])
-                rows.setdefault(label, []).append(Bar(name, best["ratio"], color, best["low"], best["high"]))
+                rows.setdefault(label, []).append(Bar.of(name, best, color))
     return bars(rows, thin=True)
 
 
@@ -292,7 +296,7 @@ def lengths() -> str:
     for draft, title in {"shipped pair": "Good draft", "hopeless draft": "Hopeless draft"}.items():
         rows = {row["name"]: row["against_plain"] for row in read("draft_length")["results"][f"{draft}, greedy"]}
         found[title] = [
-            Bar(label, rows[name]["ratio"], BLUE if name == "adaptive" else GREY, rows[name]["low"], rows[name]["high"])
+            Bar.of(label, rows[name], BLUE if name == "adaptive" else GREY)
             for name, label in LENGTHS.items()
             if name in rows
         ]
@@ -305,9 +309,8 @@ def contexts() -> str:
     for row in read("contexts")["rows"]:
         draft, _, length = row["name"].partition(", ")
         if length == "Adaptive()":
-            ratio, low, high = (row["speedup"][key] for key in ("ratio", "low", "high"))
             name, color = colors[draft]
-            rows.setdefault(f"after {row['context']:,} tokens", []).append(Bar(name, ratio, color, low, high))
+            rows.setdefault(f"after {row['context']:,} tokens", []).append(Bar.of(name, row["speedup"], color))
     return bars(rows, "Speedup over plain generate, not compiled; lines: 95% intervals", thin=True)
 
 

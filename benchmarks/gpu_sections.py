@@ -23,7 +23,7 @@ import cases.contexts as long_contexts
 import torch
 import transformers
 from cases.memory import call_twice, counted
-from shared import loadable, raced
+from shared import paired, raced
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 import assisted
@@ -280,7 +280,7 @@ def methods(
 ) -> list[Method]:
     """All that can be loaded, in every mode; the others are left out with a message."""
     each = {f"{name}: {mode}": (*one, MODES[mode]) for name, one in drafts.items() for mode in sizes.modes}
-    return loadable(target, tokenizer, each)
+    return paired(target, tokenizer, each, lenient=True)
 
 
 def race(

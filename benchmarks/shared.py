@@ -198,24 +198,21 @@ def opened(
     return AssistedModelForCausalLM.from_pretrained(target, draft=draft, dtype=kind, **more)
 
 
-def paired(target: PreTrainedModel, tokenizer: Any, drafts: Drafts, fast: str = "auto") -> list[Method]:
-    """A method with this target for every draft."""
-    return [
-        of_model(
-            name, AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=next(iter(how), fast))
-        )
-        for name, (draft, length, *how) in drafts.items()
-    ]
-
-
-def loadable(target: PreTrainedModel, tokenizer: Any, drafts: Drafts) -> list[Method]:
-    """The same, of all drafts that can be loaded. The others are left out with a message."""
+def paired(
+    target: PreTrainedModel, tokenizer: Any, drafts: Drafts, fast: str = "auto", lenient: bool = False
+) -> list[Method]:
+    """A method with this target for every draft. lenient: leave out, with a message, what cannot be loaded."""
     found = []
-    for name, one in drafts.items():
+    for name, (draft, length, *how) in drafts.items():
         try:
-            found += paired(target, tokenizer, {name: one})
+            how = next(iter(how), fast)
+            pair = AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=how)
         except Exception as error:  # a package that is not installed, too little memory
+            if not lenient:
+                raise
             print(f"left out: {name}: {str(error)[:160]}", file=sys.stderr, flush=True)
+        else:
+            found.append(of_model(name, pair))
     return found
 
 
@@ -257,7 +254,7 @@ def run_races(races: Mapping[str, Race], args: argparse.Namespace) -> dict[str, 
         count = max(race.rows, round(args.prompts * race.share), 1)
         others = [*(transformers_assisted(pair) if race.rows == 1 else []), *lookups(pair.target)] if race.peers else []
         rules = replace(race.rules, new_tokens=min(8, race.rules.new_tokens)) if args.quick else race.rules
-        methods = loadable(pair.target, pair.tokenizer, chosen)
+        methods = paired(pair.target, pair.tokenizer, chosen, lenient=True)
         prompts = read([race.kind], pair.tokenizer, count)
         draft = race.draft if race.draft != "suffix" else None
         result = raced(args, pair, methods, prompts, rules, race.rows, others, race.target, draft)

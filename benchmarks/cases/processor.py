@@ -70,31 +70,26 @@ def without_kernels(make):
 
 
 @torch.no_grad()
-def of_dtype(dtype):
-    """The ways of products with weights in a dtype: those that `least` runs."""
-    modules = [linear().to(dtype) for _ in range(8 * BYTES // (OUTER * INNER * torch.finfo(dtype).bits))]
-    ways = {"torch": (True, modules), "torch, oneDNN off": (False, modules)}
-    ways["packed"] = True, without_kernels(lambda: [PackedLinear.of(module) for module in modules])
-    if native.is_available(dtype):
-        ways["in C"] = True, [PackedLinear.of(module) for module in modules]
-    return ways
+def ways_of(dtype, bits=None):
+    """The ways of products with weights in a dtype, or in 8 or 4 bits: those that `least` runs."""
+    size = OUTER * INNER * (bits or torch.finfo(dtype).bits) // 8
+    if bits:
+        modules = [linear() for _ in range(4)] * (BYTES // size // 4)  # sharing what they are made of
+    else:
+        modules = [linear().to(dtype) for _ in range(BYTES // size)]
 
+    def made():
+        return [low_bit(module, bits) if bits else PackedLinear.of(module) for module in modules]
 
-@torch.no_grad()
-def of_bits(bits):
-    """The same with weights of 8 or 4 bits."""
-    modules = [linear() for _ in range(4)]
-    modules *= BYTES // (OUTER * INNER * bits // 8) // len(modules)
-    ways = {"torch": (True, without_kernels(lambda: [low_bit(module, bits) for module in modules]))}
-    if native.is_available():
-        ways["in C"] = True, [low_bit(module, bits) for module in modules]
-    return ways
+    ways = {} if bits else {"torch": (True, modules), "torch, oneDNN off": (False, modules)}
+    ways["torch" if bits else "packed"] = True, without_kernels(made)
+    return ways | ({"in C": (True, made())} if native.is_available(*([] if bits else [dtype])) else {})
 
 
 def measure_products(args):
-    kinds = {str(dtype)[6:]: (of_dtype(dtype), dtype) for dtype in (torch.bfloat16, torch.float32) if packs(dtype)}
-    kinds |= {f"{bits} bits": (of_bits(bits), torch.bfloat16) for bits in (8, 4)}
-    times = {kind: least(ways, dtype, args.repeats) for kind, (ways, dtype) in kinds.items()}
+    kinds = {str(dtype)[6:]: (dtype,) for dtype in (torch.bfloat16, torch.float32) if packs(dtype)}
+    kinds |= {f"{bits} bits": (torch.bfloat16, bits) for bits in (8, 4)}
+    times = {kind: least(ways_of(*how), how[0], args.repeats) for kind, how in kinds.items()}
     return {"about": about(rounds=args.repeats), "milliseconds": times}
 
 

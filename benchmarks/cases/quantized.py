@@ -357,13 +357,6 @@ def measure(args: Any) -> list[dict[str, Any]]:
     return found
 
 
-def rows_of(found: list[Made]) -> list[Made]:
-    """With the versions of libraries in words."""
-    usual = ("transformers", USUAL)
-    named = [[f"{name} {each}" for name, each in row["versions"].items() if (name, each) != usual] for row in found]
-    return [{**row, "libraries": ", ".join(names) or "none"} for row, names in zip(found, named, strict=True)]
-
-
 def text_of(found: list[Made]) -> str:
     head = (
         f"`python benchmarks/run.py quantized`, run in several environments, with "
@@ -372,15 +365,17 @@ def text_of(found: list[Made]) -> str:
         "target is the shipped one, padded to rows of 256 for most GGUF files; its weights are rounded without calibration. "
         "A gap is the difference between the logits of the first two tokens that differ, in standard deviations of all logits."
     )
+    known = "transformers", USUAL
     columns: dict[str, Any] = {
-        **{"format": "{format}", "libraries": "{libraries}"},
+        "format": "{format}",
+        "libraries": lambda row: ", ".join(f"{n} {v}" for n, v in row["versions"].items() if (n, v) != known) or "none",
         "loads in": lambda row: loaded_in(row["rows"]),
         "drafts, tokens per pass": lambda row: drafting(row["rows"]),
         "same text in float32": lambda row: same(row["rows"], "float32"),
         "in bfloat16": lambda row: same(row["rows"], "bfloat16"),
         "remarks": lambda row: why(row["rows"]),
     }
-    return page(head, shown(columns, rows_of(found)))
+    return page(head, shown(columns, found))
 
 
 quantized = Case(

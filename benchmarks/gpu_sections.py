@@ -55,29 +55,33 @@ FULL = ("float32", "bfloat16")
 TARGETS = (*FULL, "float16", "nf4", "int8", HYBRID)
 SOME = ("zoo:draft", "zoo:draft, adaptive", "suffix", "zoo:eagle3", "zoo:medusa")
 OF_HYBRIDS = ("MTP, chains", "MTP, trees", "suffix", "recycle", "self:nf4", "early-exit:8")
+SIMPLE = (
+    "zoo:draft",
+    "suffix",
+    "zoo:eagle3",
+    "zoo:medusa",
+    "self:nf4",
+    "self:int8",
+    "ngram",
+    "recycle",
+    "early-exit:8",
+)
 DRAFTS: dict[str, tuple[Any, Any]] = {
-    "zoo:draft": ("zoo:draft", 4),
+    **{name: (name, 4) for name in (*SIMPLE, "layer-skip", "zoo:draft-other-tokenizer")},
     "zoo:draft, adaptive": ("zoo:draft", "adaptive"),
-    "zoo:draft in nf4": (DraftModel("zoo:draft", quantization="nf4"), 4),
-    "zoo:draft in int8": (DraftModel("zoo:draft", quantization="int8"), 4),
-    "self:nf4": ("self:nf4", 4),
-    "self:int4": ("self:int4", 4),
-    "self:int8": ("self:int8", 4),
-    "suffix": ("suffix", 4),
-    "ngram": ("ngram", 4),
-    "recycle": ("recycle", 4),
-    "zoo:medusa": ("zoo:medusa", 4),
-    "zoo:eagle3": ("zoo:eagle3", 4),
     "suffix and zoo:eagle3": (["suffix", "zoo:eagle3"], "adaptive"),
-    "early-exit:8": ("early-exit:8", 4),
-    "layer-skip": ("layer-skip", 4),
-    "zoo:draft-other-tokenizer": ("zoo:draft-other-tokenizer", 4),
     "draft-tree:zoo:draft": ("draft-tree:zoo:draft", 8),
     "merged trees": (Merged(["zoo:draft", "suffix"]), 8),
+    **{f"zoo:draft in {how}": (DraftModel("zoo:draft", quantization=how), 4) for how in ("nf4", "int8")},
 }
 """By name: the draft and its length."""
 MTPS: dict[str, tuple[Any, Any]] = {"MTP, chains": (MTP(tree=False), 3), "MTP, trees": (MTP(tree=True), 8)}
 """Of hybrids."""
+FEW = {
+    "draft model, 4 tokens": ("zoo:draft", 4),
+    "draft model, adaptive": ("zoo:draft", "adaptive"),
+    "suffix, adaptive": ("suffix", "adaptive"),
+}
 PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 
 
@@ -261,11 +265,8 @@ def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) 
     (prompt,) = prompts_of(tokenizer, 1, device)
     times = passes(target, prompt.ids, sizes.passes) if device.type == "cuda" else {}
     head = Eagle("zoo:eagle3" if name == "zoo:target" else shipped_head(target), tree=False)
-    drafts = {
-        "draft model, 4 tokens": ("zoo:draft", 4),
-        "draft model, adaptive": ("zoo:draft", "adaptive"),
+    drafts = FEW | {
         "draft model in nf4, 4 tokens": (DraftModel("zoo:draft", quantization="nf4"), 4),
-        "suffix, adaptive": ("suffix", "adaptive"),
         "EAGLE-3, 4 tokens": (head, 4),
         "self:nf4, adaptive": ("self:nf4", "adaptive"),
         "self:int4, 4 tokens": ("self:int4", 4),
@@ -346,12 +347,6 @@ def rate(
 
 
 # -- batches, quantized targets ---------------------------------------------------------------------------------------------
-
-FEW = {
-    "draft model, 4 tokens": ("zoo:draft", 4),
-    "draft model, adaptive": ("zoo:draft", "adaptive"),
-    "suffix, adaptive": ("suffix", "adaptive"),
-}
 
 
 def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -147,6 +148,10 @@ def test_compiled_models(name: str, rows: int) -> None:
     target = build(BY_NAME["llama"], num_hidden_layers=1)  # torch takes seconds to read two layers
     given = COMPILED[name](target)
     given = given if isinstance(given, nn.Module) else target
-    model = AssistedModelForCausalLM.from_models(given, draft=half_right(build(BY_NAME["llama"])), draft_length=4)
+    own = half_right(build(BY_NAME["llama"]))
+    draft = torch.compile(own, backend="eager") if name == "whole" else own
+    with pytest.warns(UserWarning, match="compiled in place") if name == "in place" else nullcontext():
+        model = AssistedModelForCausalLM.from_models(given, draft=draft, draft_length=4)
+    assert model.target is target and model.drafter.model is own
     assert compared(given, model, **LONG | batch(target, rows) | {"max_new_tokens": 8})[1] == OWN
     torch._dynamo.reset()

@@ -7,7 +7,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from eagle_heads import random_head
 from pairs import CALL, tokenizer
@@ -122,16 +121,3 @@ def test_a_tokenizer_that_cannot_be_read_is_warned_of_or_named(root):
     build(ARCHITECTURES[0], vocab_size=120).save_pretrained(root / "draft")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match=r"draft/tokenizer\.json"):
         load(root, "draft")
-
-
-def test_compiled_models_are_taken_without_it():
-    target = build(ARCHITECTURES[0])
-    ids = random_ids(target, 1, 8)
-    compiled = [torch.compile(model, backend="eager") for model in (target, half_right(target, noise=0.1))]
-    model = AssistedModelForCausalLM.from_models(compiled[0], draft=compiled[1], draft_length=4)
-    assert model.target is target
-    assert model.drafter.model is compiled[1]._orig_mod
-    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
-    target.compile(backend="eager")
-    with pytest.warns(UserWarning, match="compiled in place"):
-        AssistedModelForCausalLM.from_models(target, draft="ngram")

@@ -240,14 +240,6 @@ def test_other_models_keep_their_layers_and_have_their_wide_products_packed(arch
         assert torch.allclose(model(ids).logits, fused.fused(model).module(ids).logits, atol=ROUNDING)
 
 
-def test_the_shipped_pair_runs_fused_and_says_what_plain_says():
-    model = AssistedModelForCausalLM.from_pretrained("zoo:target", draft="zoo:draft")
-    assert fused.fused(model.target).module is not model.target
-    ids = model.tokenizer("def area(radius):\n", return_tensors="pt").input_ids
-    kwargs = {"max_new_tokens": 40, "do_sample": False}
-    assert model.generate(ids, **kwargs).tolist() == model.target.generate(ids, **kwargs).tolist()
-
-
 def test_a_faster_form_that_differs_is_not_used_and_the_report_says_so(monkeypatch):
     monkeypatch.setattr(fused, "_near", lambda *given: False)
     target = build(BY_NAME["llama"])

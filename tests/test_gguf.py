@@ -55,13 +55,12 @@ def compare(pair: AssistedModelForCausalLM, file: Path) -> None:
 
 
 def test_a_target_in_a_file(file: Path) -> None:
-    pair = AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    assert isinstance(pair.tokenizer("ab").input_ids, list)  # its tokenizer lies in the same file
-    compare(pair, file)
-
-
-def test_the_path_of_a_file(file: Path) -> None:
-    compare(AssistedModelForCausalLM.from_pretrained(file), file)
+    for pair in (
+        AssistedModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name),
+        AssistedModelForCausalLM.from_pretrained(file),
+    ):
+        assert isinstance(pair.tokenizer("ab").input_ids, list)  # its tokenizer lies in the same file
+        compare(pair, file)
 
 
 def test_a_folder_with_nothing_but_a_file(one: Path, tmp_path: Path) -> None:

@@ -863,17 +863,33 @@ def test_what_a_server_needs() -> None:
         Server({"model": pair()[1]}, "target")
 
 
-def test_the_command_gives_a_window_to_the_drafts_that_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(pairs: Any, *given: Any) -> None:
         assert {name: getattr(one.drafter, "window", None) for name, one in pairs.items()} == {
             "suffix": None,
             "zoo:draft": 64,
         }
+        assert (given[0], *given[3:]) == ("target", keys.pop(), ["http://a", "*"], 3)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("assisted.serving.Server", stopped)
-    argv = ["serve", "zoo:target", "--draft", "suffix", "--draft", "zoo:draft", "--draft-window", "64"]
-    assert main([*argv, "--device", "cpu"]) == 130
+    monkeypatch.setenv("ASSISTED_API_KEY", "of the environment")
+    keys = ["of the environment", "given"]
+    argv = [
+        "serve",
+        "zoo:target",
+        "--draft",
+        "suffix",
+        "--draft",
+        "zoo:draft",
+        "--draft-window",
+        "64",
+        "--name",
+        "target",
+    ]
+    argv += ["--device", "cpu", "--allow-origin", "http://a", "--allow-origin", "*", "--queue", "3"]
+    assert main([*argv, "--api-key", "given"]) == 130
+    assert main(argv) == 130 and not keys
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def placed(name: str, device: str) -> str:
 
 
 def replacement(chosen: Format, device: str) -> str:
-    """The name of the format that replaces one which is for a CPU, on another type of device."""
+    """The name of the format that replaces one which is for a CPU (`chosen`) on another type of device."""
     for name in chosen.elsewhere[:-1]:
         other = find(name)[1]
         if other.cards and device != "cuda":

@@ -17,6 +17,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...extras import install
 
 
+def _lacks_nothing() -> str | None:
+    """Of a format that runs everywhere."""
+    return None
+
+
 @dataclass(frozen=True)
 class Format:
     """One way to store weights. Its name means the same on every machine, so that saved pairs do, too.
@@ -38,7 +43,7 @@ class Format:
     multiples: tuple[int, int] = (1, 1)
     elsewhere: tuple[str, ...] = ()
     code: str = ""
-    lacks: Callable[[], str | None] = lambda: None
+    lacks: Callable[[], str | None] = _lacks_nothing
     cards: bool = False
     head: str | None = None
 

@@ -19,7 +19,7 @@ from .distribution import Distribution, probabilities
 
 Top1 = Callable[[torch.Tensor], torch.Tensor]
 """Finds the top-1 token of scores, [..., V] -> [...] int64, as `core.acceptance.top1` does; a target has the fastest way."""
-Compute = Callable[..., torch.Tensor | None]
+Compute = Callable[..., list[torch.Tensor] | None]
 """As `Runner.compute`."""
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
@@ -46,11 +46,13 @@ def judge(
 
     logits: [B, n + 1, V], see `Round`. compute: runs functions of tensors as one captured operation.
     """
-    parents, width, scores, found = draft.parents, draft.width, None, None
+    parents, width, scores, computed = draft.parents, draft.width, None, None
     if distribution.do_sample and distribution.of_logits is not None and not text.keep_scores:
         given = logits, draft.tokens, draft.lengths, draft.q, parents
-        found = compute(("judge", distribution.of_logits), functools.partial(_judged_alone, distribution), *given)
-    if found is None:
+        computed = compute(("judge", distribution.of_logits), functools.partial(_judged_alone, distribution), *given)
+    if computed is not None:
+        (found,) = computed
+    else:
         plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
         scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
         found = _judged(draft, scores, distribution, text.lengths, top1)
@@ -128,9 +130,9 @@ def _judged_alone(
     lengths: torch.Tensor,
     q: torch.Tensor | None,
     parents: torch.Tensor | None,
-) -> torch.Tensor:
+) -> list[torch.Tensor]:
     """`_judged` as a function of tensors, for a distribution with `of_logits`."""
-    return _judged(Draft(tokens, lengths, q, parents), distribution.scores_of(logits), distribution, waits=False)
+    return [_judged(Draft(tokens, lengths, q, parents), distribution.scores_of(logits), distribution, waits=False)]
 
 
 def _side_by_side(*parts: torch.Tensor | None) -> torch.Tensor:

@@ -167,6 +167,20 @@ def test_scores_of_the_last_node_are_the_column_of_all(kinds, width):
     torch.testing.assert_close(last, whole[:, -1], rtol=0, atol=1e-6, equal_nan=True)
 
 
+@by_list
+def test_scores_of_logits_alone(kinds):
+    """Only what numbers describe has a key, and it needs neither text nor draft."""
+    ids, draft, logits = committed(), drafted(), logits_for(kinds, len(LENGTHS), WIDTH + 1)
+    alone = distribution(*kinds)
+    if any(kind in _NOT_YET | _PREFIX_READING or kind is hf.SuppressTokensLogitsProcessor for kind in kinds):
+        assert alone.of_logits is None
+    if alone.of_logits is None:
+        return
+    assert alone.of_logits == distribution(*kinds).of_logits != distribution(*kinds, hf.TopKLogitsWarper).of_logits
+    expected = alone.scores(ids, LENGTHS, logits, draft)
+    torch.testing.assert_close(alone.scores_of(logits), expected, rtol=0, atol=1e-6, equal_nan=True)
+
+
 @by_class
 def test_known_classes_are_functions_of_a_row(kind):
     """No memory: asked again, in another order, or about some of the rows, the answer is the same."""

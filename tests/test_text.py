@@ -310,3 +310,6 @@ def test_a_reader_gets_the_prompt_without_padding_and_then_what_is_new(rows):
     assert written.since([3] * rows) == new
     assert written.since([4, 3, 5][:rows]) == [new[0][1:], [4], []][:rows]
     assert written.since(written.lengths) == [[]] * rows
+    written.extend([[2]] * rows, None, None)  # what was committed before is read from the ids
+    assert written.since([4, 4, 5][:rows]) == [[3, 2], [2], []][:rows]
+    assert written.since([3] * rows) == [[2, 3, 2], [4, 2], [3, EOS]][:rows]

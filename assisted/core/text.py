@@ -64,6 +64,7 @@ class Text:
         self.lengths = [width] * rows
         self.ended = [False] * rows
         self.row_tokens = [0] * rows
+        self._latest: list[list[int]] = [[] for _ in range(rows)]  # the tokens that `extend` has committed last, by row
         self.criteria = criteria
         self.pad_token = pad_token
         self.streamer = streamer
@@ -129,7 +130,12 @@ class Text:
         ]
 
     def since(self, starts: Sequence[int]) -> list[list[int]]:
-        """The tokens of each row from column `starts[b]` on. One transfer to the host, of the longest new part."""
+        """The tokens of each row from column `starts[b]` on: the last ones of `extend`, which the host knows, or one
+        transfer to the host, of the longest new part."""
+        ends = zip(starts, self.lengths, self._latest, strict=True)
+        if all(start >= length - len(latest) for start, length, latest in ends):
+            counts = [length - start for length, start in zip(self.lengths, starts, strict=True)]
+            return [latest[len(latest) - count :] for latest, count in zip(self._latest, counts, strict=True)]
         if self.rows == 1:  # a slice is faster than the index needed for several rows
             return self.ids[:, starts[0] : self.lengths[0]].tolist()
         counts = [length - start for length, start in zip(self.lengths, starts, strict=True)]
@@ -155,6 +161,7 @@ class Text:
                 continue
             kept[row] = self._extend_row(row, new, scores, logits)
             self.row_tokens[row] += kept[row]
+        self._latest = [new[:count] for new, count in zip(tokens, kept, strict=True)]
         return kept
 
     def extend_in_lockstep(self, tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> None:
@@ -165,7 +172,7 @@ class Text:
         length = self.lengths[0]
         self._make_room(length + 1)
         self.ids[:, length] = tokens
-        self.lengths = [length + 1] * self.rows
+        self.lengths, self._latest = [length + 1] * self.rows, [[] for _ in range(self.rows)]
         for row in range(self.rows):
             self.row_tokens[row] += not (self.ended[row] and self.pads_ended_rows)
             self._remember(row, scores[row], logits[row])

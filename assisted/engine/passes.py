@@ -5,7 +5,7 @@ Captured forward passes (fast/graphs.py) need nothing else of a runner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,14 +49,19 @@ class Passes:
         """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
 
+    def twin(self, runner: Runner, top: int) -> Any:
+        """The runner over the slots that captured functions read, for functions of `compute` that run it over `top` slots; None
+        where that is not possible."""
+        return None
+
     def compute(
         self,
         runner: Runner,
         key: Hashable,
-        function: Callable[..., torch.Tensor],
-        inputs: tuple[torch.Tensor | None, ...],
-    ) -> torch.Tensor | None:
-        """The result of a captured function of tensors, valid until the next replay; None leaves calling it to the caller.
+        function: Callable[..., list[torch.Tensor]],
+        inputs: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor] | None:
+        """The results of a captured function of tensors, valid until the next replay; None leaves calling it to the caller.
 
         key: equal for functions that compute the same. The host reads no value in them.
         """
@@ -125,8 +130,8 @@ class Runner:
         raise NotImplementedError
 
     def compute(
-        self, key: Hashable, function: Callable[..., torch.Tensor], *inputs: torch.Tensor | None
-    ) -> torch.Tensor | None:
+        self, key: Hashable, function: Callable[..., list[torch.Tensor]], *inputs: torch.Tensor | None
+    ) -> list[torch.Tensor] | None:
         """As `Passes.compute`."""
         return self.passes.compute(self, key, function, inputs)
 

@@ -20,9 +20,11 @@ class NodeReader:
     Attributes:
         tokens, parents: by row, of the columns read so far; rows are filled up. Parents are columns, -1 for the committed text.
         vocabulary: the token ids of the logits' entries, [Vd] int64; None for 0, 1, ...
+        candidates: how many of the best tokens `best` is going to be asked for after each forward pass; None if logits are.
     """
 
     vocabulary: torch.Tensor | None = None
+    candidates: int | None = None
 
     def __init__(self, rows: int):
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -41,13 +43,22 @@ class NodeReader:
 
     def read(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Read nodes, by row; rows may have different numbers of them, and are filled up.
 
         parents: columns that were read before, -1 for the committed text. depths: 1 for its children. Returns the logits after
-        each node, [B, n, Vd], zeros for rows that don't run.
+        each node, [B, n, Vd], zeros for rows that don't run; None if `best` has the candidates.
         """
         raise NotImplementedError
+
+    def logits(self) -> torch.Tensor:
+        """The same, of the nodes that were read last."""
+        raise NotImplementedError
+
+    def best(self) -> tuple[list[list[list[float]]], list[list[list[int]]]] | None:
+        """Probabilities and ids of the candidates after the nodes that were read last, by row and node; None where they must be
+        computed from logits."""
+        return None
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, n, Vd] -> [B, n, V], -inf for tokens without a logit."""

@@ -300,13 +300,16 @@ class Graphs(Passes):
             return False
         return True
 
+    def twin(self, runner: Runner, top: int) -> Any:
+        captures, buffers, cache = self.captures, self.buffers, runner.cache
+        if not (self._serves(cache) and self._confirmed and isinstance(captures, CudaGraphs)) or captures.compiled:
+            return None
+        whole = buffers is not None and buffers.holds(cache, top) and cache.running == list(range(cache.rows))
+        return self._static(runner, False).twin if whole else None
+
     def compute(
-        self,
-        runner: Runner,
-        key: Hashable,
-        function: Callable[..., torch.Tensor],
-        inputs: tuple[torch.Tensor | None, ...],
-    ) -> torch.Tensor | None:
+        self, runner: Runner, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor | None]
+    ) -> Outputs | None:
         captures = self.captures
         if not self._serves(runner.cache) or not isinstance(captures, CudaGraphs):
             return None
@@ -320,7 +323,7 @@ class Graphs(Passes):
             _fill(held, inputs)
             try:
                 with _same_draws(runner.device):
-                    run = captures.record(lambda: [function(*held)], runner.device, False)
+                    run = captures.record(lambda: function(*held), runner.device, False)
             except Exception:  # it runs eagerly; somebody's version of a processor may read values on the host
                 self._uncapturable.add(key)
                 return None
@@ -331,7 +334,7 @@ class Graphs(Passes):
         assert isinstance(captured, _Computed)
         _fill(captured.inputs, inputs)
         captures.held.move_to_end(key)
-        return captured()[0]
+        return captured()
 
     def chain(
         self, runner: Runner, ids: torch.Tensor, counts: list[int], steps: int, key: Hashable, function: Chained

@@ -95,6 +95,7 @@ class Rows(Text):
         width = len(prompt)
         self._make_room(width + 1)
         self.ids[row, :width] = prompt
+        self._latest[row] = []
         self.lengths[row], self.limits[row], self.row_tokens[row] = width, limit, 0
         self.ended[row], self.prompts_of[row] = False, (index, width)
 

@@ -212,10 +212,10 @@ class HeadDrafting(ChainDrafting):
         self.rates = drafter.rates[call.distribution.do_sample]
         self.grown: Growing | None = None  # the proposed tree, until it is verified
 
-    def draft_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, depth: int) -> Draft:
+    def draft_tree(self, reader: NodeReader, logits: torch.Tensor | None, text: Text, depth: int) -> Draft:
         """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level.
 
-        logits: [B, 1, Vd], after the committed text.
+        logits: [B, 1, Vd], after the committed text; None asks the reader for them.
         """
         return self.best_tree(reader, logits, text, self.limits(depth))
 
@@ -224,7 +224,7 @@ class HeadDrafting(ChainDrafting):
         top_k = self.drafter.top_k
         return Limits(depth, top_k, top_k, self.drafter.most, depth * top_k, by_level=True)
 
-    def best_tree(self, reader: NodeReader, logits: torch.Tensor, text: Text, limits: Limits) -> Draft:
+    def best_tree(self, reader: NodeReader, logits: torch.Tensor | None, text: Text, limits: Limits) -> Draft:
         """A tree within limits. Otherwise as `draft_tree`."""
         return self.best_of(grow(reader, self.call, text, logits, self.rates, limits, self.goes_on), limits.nodes)
 
@@ -408,7 +408,7 @@ class EagleDrafting(HeadDrafting):
             if tree is not None:
                 return self.best_of(grow_in_c(tree, text, length, self.goes_on), limits.nodes)
         reader = LevelReader(runner, state, depth * self.drafter.top_k)
-        return self.draft_tree(reader, reader.logits(), text, depth)
+        return self.draft_tree(reader, None, text, depth)
 
     def _chain_at_once(
         self, runner: HeadRunner, text: Text, tokens: torch.Tensor, states: torch.Tensor, counts: list[int], budget: int

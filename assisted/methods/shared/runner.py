@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from ...core.drafts import Draft
 from ...core.host import filled, on_device
+from ...distribution import probabilities
 from ...engine.cache import SlotCache
 from ...engine.parts import Inject
 from ...engine.passes import Inputs, Runner
 from ...engine.prepared import PreparedModule
+from ...engine.shapes import slots_for
 from ...engine.tree_reader import NodeReader
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import Shape, TreeInC
@@ -117,8 +119,11 @@ class HeadRunner(Runner):
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""
         made = None if self.steps is None else self.steps.fuse(features)
-        if made is None and (found := self.compute("fuse", self.head.fuse, features)) is not None:
-            made = found.clone()  # the next replay overwrites it
+        if (
+            made is None
+            and (found := self.compute("fuse", lambda given: [self.head.fuse(given)], features)) is not None
+        ):
+            made = found[0].clone()  # the next replay overwrites it
         return self.head.fuse(features) if made is None else made
 
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
@@ -238,7 +243,9 @@ class HeadRunner(Runner):
     def root(self, state: torch.Tensor, room: int) -> Level:
         """The committed text as the level above the first one of a token tree. state: [B, H], the head's state after the
         text. room: the largest number of columns read of the tree."""
-        slots = torch.arange(max(self.cache.lengths) + room, device=self.device)
+        top = max(self.cache.lengths) + room
+        twin = self.passes.twin(self, slots_for(top))
+        slots = torch.arange(top if twin is None else slots_for(top), device=self.device)
         known = on_device(self.cache.lengths, self.device)[:, None]
         seen = slots < known
         if self.cache.visible is not None:
@@ -251,30 +258,58 @@ class HeadRunner(Runner):
 
         tokens: those of the level's n columns, by row. parents: for each column, the index of its parent in the level above.
         """
-        cache, running = self.cache, self.cache.running
-        rows, width, before = len(running), len(tokens[0]), above.states.shape[1]
-        cache.place(width, self.device)
-        # one copy of all indices to the device
-        table = on_device(
+        cache = self.cache
+        cache.place(len(tokens[0]), self.device)
+        table = self._table(tokens, parents, above)
+        made = self._level(table, *(cache.of_running(part) for part in above))
+        return Level(cache.spread(made.states), cache.spread(made.seen), above.positions + 1)
+
+    def _table(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> torch.Tensor:
+        """Tokens, parents and slots of a level's columns, [3, rows, n]: one copy of all indices to the device."""
+        lengths, running, before = self.cache.lengths, self.cache.running, above.states.shape[1]
+        return on_device(
             [
                 [tokens[row] for row in running],
-                [[row * before + place for place in parents[row]] for row in running],
-                [range(cache.lengths[row], cache.lengths[row] + width) for row in running],
+                [[place * before + parent for parent in parents[row]] for place, row in enumerate(running)],
+                [range(lengths[row], lengths[row] + len(tokens[row])) for row in running],
             ],
             self.device,
         )
+
+    def _level(self, table: torch.Tensor, states: torch.Tensor, seen: torch.Tensor, positions: torch.Tensor) -> Level:
+        """`level` of the running rows, over columns that the cache has placed."""
         ids, parent, slots = table.unbind()
         # a column attends to itself and to what its parent attends to
-        seen = above.seen.flatten(0, 1).index_select(0, parent.flatten()).view(rows, width, -1)
+        seen = seen.flatten(0, 1).index_select(0, parent.flatten()).view(*ids.shape, -1)
         seen.scatter_(2, slots[:, :, None], True)
-        states = self.head(
-            self.head.embed(ids, self.target),
-            above.states.flatten(0, 1).index_select(0, parent.flatten()).view(rows, width, -1),
-            cache.of_running(above.positions),
-            seen[:, None, :, : cache.top],
-            cache,
-        )
-        return Level(cache.spread(states), cache.spread(seen), above.positions + 1)
+        given = states.flatten(0, 1).index_select(0, parent.flatten()).view(*ids.shape, -1)
+        mask = seen[:, None, :, : self.cache.top]
+        made = self.head(self.head.embed(ids, self.target), given, positions, mask, self.cache)
+        return Level(made, seen, positions + 1)
+
+    def level_at_once(
+        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level, count: int
+    ) -> tuple[Level, torch.Tensor] | None:
+        """`level` and `best` in one captured function, whose results are valid until the next one; None where that is not
+        possible. Not with the target's output embedding, which may change between calls."""
+        twin = None if self.head.shares_output else self.passes.twin(self, above.seen.shape[-1])
+        if twin is None:
+            return None
+
+        def run(table: torch.Tensor, *level: torch.Tensor) -> list[torch.Tensor]:
+            twin.cache.place_at(table[2, :, :1], table.shape[2], level[1].shape[-1])
+            made = twin._level(table, *level)
+            return [*made, twin.best(made.states, count)]
+
+        found = self.compute(("level", count), run, self._table(tokens, parents, above), *above)
+        return None if found is None else (Level(*found[:3]), found[3])
+
+    def best(self, states: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` most probable tokens after states, best first: probabilities and ids, [..., 2 count] float64."""
+        distribution = probabilities(self.logits(states).float())
+        found, best = distribution.topk(min(count, distribution.shape[-1]))
+        tokens = best if self.head.d2t is None else self.head.draft_tokens[best]
+        return torch.cat([found.double(), tokens.double()], -1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Logits [..., Vd] over the draft vocabulary."""
@@ -296,10 +331,23 @@ class LevelReader(NodeReader):
         self.level = runner.root(state, room)
         self.first = -1  # column of the last level's first node; the committed text counts as a level of one node
         self.vocabulary = None if runner.head.d2t is None else runner.head.draft_tokens
+        self.top: torch.Tensor | None = None  # as `HeadRunner.best`, after the nodes of the last level
 
     def logits(self) -> torch.Tensor:
         """Logits [B, n, Vd] after the nodes of the last level."""
         return self.runner.logits(self.level.states)
+
+    def best(self) -> tuple[list[list[list[float]]], list[list[list[int]]]] | None:
+        runner, count = self.runner, self.candidates
+        if self.top is None and count is not None and not runner.head.shares_output:
+            found = runner.compute(("best", count), lambda states: [runner.best(states, count)], self.level.states)
+            self.top = None if found is None else found[0]
+        if self.top is None:
+            return None
+        rows = self.top.tolist()
+        half = self.top.shape[-1] // 2
+        sure = [[of_node[:half] for of_node in row] for row in rows]
+        return sure, [[[int(token) for token in of_node[half:]] for of_node in row] for row in rows]
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         full: torch.Tensor = self.runner.head.over_all(logits)
@@ -307,15 +355,18 @@ class LevelReader(NodeReader):
 
     def read(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Read a level: children of nodes of the last level."""
         tokens, parents = filled(tokens), filled(parents, self.first)
         above = [[parent - self.first for parent in row] for row in parents]
         self.first = self.columns
         self.add(tokens, parents)
-        self.level = self.runner.level(tokens, above, self.level)
+        found = (
+            None if self.candidates is None else self.runner.level_at_once(tokens, above, self.level, self.candidates)
+        )
+        self.level, self.top = (self.runner.level(tokens, above, self.level), None) if found is None else found
         self.runner.cache.commit([len(tokens[0])] * len(tokens))
-        return self.logits()
+        return self.logits() if found is None else None
 
 
 def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -127,7 +127,7 @@ def grow(
     reader: NodeReader,
     call: Call,
     text: Text,
-    logits: torch.Tensor,
+    logits: torch.Tensor | None,
     rates: Rates,
     limits: Limits,
     goes_on: Callable[[Growing], bool],
@@ -139,25 +139,35 @@ def grow(
     slots; the caller rewinds them.
 
     Args:
-        logits: [B, 1, Vd], after the committed text.
+        logits: [B, 1, Vd], after the committed text; None asks the reader for them.
         rates: how often the draft is right at a given probability.
         goes_on: asked before every forward pass.
 
     Raises FloatingPointError if the logits after the text contain NaN.
     """
-    if bool(logits.isnan().any()):
-        raise FloatingPointError("the draft's logits are not a number")
     length = call.length
+    # the reader finds the best tokens, where nothing else looks at the distribution
+    reader.candidates = None if call.distribution.processors or length.needs_q else limits.candidates
+    top = reader.best() if logits is None else None
+    if top is None and logits is None:
+        logits = reader.logits()
+    broken = logits is not None and bool(logits.isnan().any())
+    if broken or (top is not None and any(math.isnan(top[0][row][0][0]) for row in text.unfinished)):
+        raise FloatingPointError("the draft's logits are not a number")
     grown = Growing(text, [Offers() for _ in text.ended], [], [[] if ended else [ROOT] for ended in text.ended])
     columns: list[dict[int, int]] = [{ROOT: -1} for _ in text.ended]  # by row: column of each node that was read
     began = None
     while True:
-        distributions, vocabulary = _distributions(reader, call, text, logits)
-        if length.needs_q:
-            wanted = length.go_on(grown.forwards, distributions[:, 0].to(text.ids.device)).tolist()
-            grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
-        found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
-        sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
+        if top is not None:
+            sure, tokens = top
+        else:
+            assert logits is not None
+            distributions, vocabulary = _distributions(reader, call, text, logits)
+            if length.needs_q:
+                wanted = length.go_on(grown.forwards, distributions[:, 0].to(text.ids.device)).tolist()
+                grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
+            found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
+            sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
         began = began or now()  # the device has done its work: the numbers are on the host
         grown.seconds = now() - began
         grown.above, grown.reading = grown.reading, []
@@ -181,6 +191,7 @@ def grow(
             [[column[offered.parents[node]] for node in nodes] for offered, nodes, column in each],
             [[offered.depths[node] for node in nodes] for offered, nodes, _ in each],
         )
+        top = reader.best() if logits is None else None
         grown.forwards += 1
 
 

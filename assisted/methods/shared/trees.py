@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from ...core.drafts import Draft
-from ...core.host import on_device, padded
+from ...core.host import filled, on_device, padded
 
 
 def chosen_nodes(
@@ -44,12 +44,11 @@ def from_lists(
     expected: float | None = None,
 ) -> Draft:
     """A draft without q from lists by row. tokens, parents: of the nodes, see `Draft`; chains have no parents."""
-    return Draft(
-        tokens=padded(tokens, device),
-        lengths=on_device([len(row) for row in tokens], device),
-        parents=None if parents is None else padded(parents, device, -1),  # filler is placed below the root
-        expected=expected,
-    )
+    above = [[]] * len(tokens) if parents is None else filled(parents, -1)  # filler is placed below the root
+    rows = zip(map(len, tokens), filled(tokens), above, strict=True)
+    table = on_device([[length, *own, *others] for length, own, others in rows], device)  # in one copy
+    end = 1 + max(map(len, tokens))
+    return Draft(table[:, 1:end], table[:, 0], parents=None if parents is None else table[:, end:], expected=expected)
 
 
 @dataclass(frozen=True)

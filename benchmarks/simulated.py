@@ -153,23 +153,24 @@ CARDS = {  # passes of 2 to 9 ms; a capture takes 50 to 300 ms
 ROWS = 0.003  # what a column of a further row adds there
 
 
-def cards() -> dict[str, Scenario]:
+def cards(ahead: int = 16) -> dict[str, Scenario]:
     """Captured passes: one row and eight, long calls and short ones, short prompts and long ones; and heads that read the
-    prompt first."""
+    prompt first. ahead: the most columns of the shapes that were captured before the calls."""
     found: dict[str, Scenario] = {}
     written = {"switching": Source(), "informative": SOURCES["one regime"], "poor": POOR, "hopeless": HOPELESS}
-    for card, one in CARDS.items():
+    cards = {name: dataclasses.replace(pair, ahead=ahead) for name, pair in CARDS.items()}
+    for card, one in cards.items():
         for name, source in written.items():
             for rows in (1, 8):
                 pair = dataclasses.replace(one, row=ROWS if rows > 1 else 0.0)
                 found[f"{card}, {name}, {rows} x {TOKENS}"] = steady(pair, source, rows)
                 found[f"{card}, {name}, 32 calls of {rows} x 64"] = short(pair, source, True, 64, 32, rows)
     for name, source in written.items():
-        pair = Pair(0.1, 0.01, first_column=0.1, capture=20.0, prompt=15.0)
+        pair = Pair(0.1, 0.01, first_column=0.1, capture=20.0, prompt=15.0, ahead=ahead)
         found[f"16,384 tokens of context, {name}"] = steady(pair, source, context=16384)
         found[f"16,384 tokens of context, {name}, 32 calls of 64"] = short(pair, source, True, 64, 32, context=16384)
-        found[f"lookup, {name}"] = steady(CARDS["7 billion, cheap draft"], source, asks=False, found=0.5)
-        eight = dataclasses.replace(CARDS["1 billion, usual draft"], row=ROWS)
+        found[f"lookup, {name}"] = steady(cards["7 billion, cheap draft"], source, asks=False, found=0.5)
+        eight = dataclasses.replace(cards["1 billion, usual draft"], row=ROWS)
         found[f"lookup, {name}, 32 calls of 8 x 64"] = short(eight, source, True, 64, 32, 8, asks=False, found=0.5)
     for prompt in (6.0, 24.0, 60.0):
         for tokens in (64, 256):
@@ -180,11 +181,11 @@ def cards() -> dict[str, Scenario]:
     return found
 
 
-def against_fixed(seeds: int) -> dict[str, dict[str, float]]:
+def against_fixed(seeds: int, ahead: int) -> dict[str, dict[str, float]]:
     """The speedups of the adaptive length and of the best fixed one in each scenario of `cards`, and their ratio."""
-    fixed = [Never(), *(Fixed(n) for n in (1, 2, 3, 4, 6, 7, 8, 12, 15))]
+    fixed = [Never(), *(Fixed(n) for n in (1, 2, 4, 7, 8, 15))]
     found = {}
-    for name, run in cards().items():
+    for name, run in cards(ahead).items():
         own, best = run(Adaptive(), seeds), max(run(policy, seeds) for policy in fixed)
         found[name] = {"adaptive": own, "best fixed": best, "ratio": own / best}
         print(f"| {name} | {own:.3f} | {best:.3f} | {own / best:.3f} |", flush=True)
@@ -276,6 +277,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="texts of each scenario (default: 3)")
     parser.add_argument("--sweep", action="store_true", help="halve and double each constant of the adaptive length")
     parser.add_argument("--cards", action="store_true", help="against the best fixed length, with captured passes")
+    parser.add_argument(
+        "--ahead", type=int, default=16, help="columns captured before the calls (default: 16; 0: none)"
+    )
     parser.add_argument("--trees", action="store_true", help="accepted tokens by tree size")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--against", type=Path, help="file with earlier figures, to compare with")
@@ -284,7 +288,7 @@ def main() -> None:
         (sweep if args.sweep else trees)(args.seeds)
         return
     if args.cards:
-        ratios = against_fixed(args.seeds)
+        ratios = against_fixed(args.seeds, args.ahead)
         worst = min(ratios, key=lambda name: ratios[name]["ratio"])
         print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
         if args.out is not None:

@@ -19,7 +19,7 @@ import torch
 
 from assisted.core.drafts import Draft, Round
 from assisted.engine.shapes import columns_among
-from assisted.fast.capture import CudaGraphs
+from assisted.fast.capture import Captures, CudaGraphs
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 
@@ -43,6 +43,7 @@ class Pair:
         turns: rounds after which the machine becomes slow or fast again, on average; 0 if it never does.
         capture: what the first forward pass of a captured shape takes besides, in passes of the same model. 0 where nothing is
             captured; elsewhere, rows, columns and slots are rounded up as those of captured passes are.
+        ahead: the most columns of the shapes that were captured before the calls.
     """
 
     draft: float
@@ -56,6 +57,7 @@ class Pair:
     slow: float = 1.0
     turns: float = 0.0
     capture: float = 0.0
+    ahead: int = 0
 
     def drafting(self, forwards: int) -> float:
         """So many forwards of the draft."""
@@ -162,8 +164,14 @@ def simulate(
 
     def columns(model: str, width: int, running: int) -> int:
         """Columns of a pass; the first of its shape captures it, which the policy is not told."""
-        shape = run.captures.shape(model, running, width, context + max(at), False, False) if pair.capture else None
-        if shape is None:
+        if not pair.capture:
+            return width
+        asked = model, running, width, context + max(at), False, False
+        own = Captures.shape(run.captures, *asked)
+        if own is not None and own.columns <= pair.ahead:
+            run.captures.keep(own, list)
+        shape = run.captures.shape(*asked)
+        if shape is None or not run.captures.is_expected(shape):
             return width
         if shape not in run.captures.held:
             run.captures.keep(shape, list)

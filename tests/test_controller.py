@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from assisted.lengths.cost_model import Timings
 from assisted.lengths.rates import Acceptance
 from assisted.methods.combined import CombinedLength, Member
 from assisted.methods.shared.runner import HeadRunner
+from benchmarks import simulated
 
 TOKENS = 2000
 SOURCES = {
@@ -125,6 +127,15 @@ def test_a_batch_in_which_few_rows_find_something():
         return simulate(policy, pair, texts, 1500, asks=False, found=0.3).speedup
 
     assert speedup(Adaptive()) >= 0.96 * max(1.0, *(speedup(Fixed(n)) for n in (1, 2, 3, 4)))
+
+
+CARDS = json.loads((Path(simulated.__file__).parent / "simulated.json").read_text(encoding="utf-8"))["captured before"]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_on_cards_and_with_prompts_to_read_it_keeps_up_with_the_best_fixed_length(name):
+    """Whose speedup is in the committed figures: in simulated seconds, they are the same everywhere."""
+    assert simulated.cards()[name](Adaptive(), 1) >= 0.97 * CARDS[name]["best fixed"]
 
 
 def test_short_calls_profit_from_earlier_ones():

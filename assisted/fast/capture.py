@@ -29,7 +29,9 @@ from .sources import identical
 
 _REMEMBERED = 256  # sorts of functions that were requested once
 _FEW = 16  # one-column passes over several rows before code for them is compiled, if code for more columns exists
-_FILLED_UP = 32  # one-column passes in a graph of more columns before they get their own
+_FILLED_UP = 8  # one-column passes in a graph of more columns before they get their own
+_WIDE = 16  # columns beyond which chains are rare, such as what a draft has missed: they are captured
+_OFTEN = 16  # from this request on
 _SELDOM = 0.1  # their minimum share of all passes for that: compiling takes as long as thousands of them
 
 Outputs = list[torch.Tensor]
@@ -147,6 +149,7 @@ class CudaGraphs(Captures):
     def __init__(self, compiled: bool = False, constants: bool = False):
         super().__init__(compiled, constants)
         self._filled_up: Counter[Shape] = Counter()  # one-column passes in graphs of more columns
+        self._wide: Counter[Shape] = Counter()  # requests of wide chains
 
     def shape(self, kind: Hashable, rows: int, width: int, last: int, tree: bool, in_low_bits: bool) -> Shape | None:
         found = super().shape(kind, rows, width, last, tree, in_low_bits)
@@ -159,6 +162,13 @@ class CudaGraphs(Captures):
             return found
         self._filled_up[found] += 1  # a capture takes longer than these passes lose
         return wider
+
+    def is_expected(self, shape: Shape) -> bool:
+        if shape.columns > _WIDE and not shape.tree and shape not in self.held:
+            self._wide[shape] += 1
+            if self._wide[shape] < _OFTEN:
+                return False
+        return super().is_expected(shape)
 
     def compile(self, function: Function, frozen: bool) -> Function:
         return (

@@ -14,13 +14,14 @@ import torch
 
 from ..core.drafts import Round
 from .base import Columns, Length
-from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, Costs, DecayedMean, Timings, best_size, best_speedup
+from .cost_model import COLUMN, ENOUGH, KEEP, KEEP_LOCAL, PRIOR, Costs, DecayedMean, Timings, best_size, best_speedup
 from .rates import Acceptance
 
 LONGEST = 16
 """Tokens of a chain. A longer one is worthwhile only where a draft costs next to nothing and is nearly always right."""
 CAPTURED = (7, 15)
-"""The same where each shape of a forward pass is captured, so that it has 8 or 16 columns; the second after `ENOUGH` drafts."""
+"""The same where each shape of a forward pass is captured, so that it has 8 or 16 columns; the second with one row, after
+`ENOUGH` drafts."""
 DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
@@ -44,8 +45,8 @@ STALE = 256
 """Rounds with a draft after which a round without one measures the cost of a single token again."""
 _WARM_UP = (2, 4)  # rounds of a first call without a draft, which measure that cost
 _FARTHER = 2  # a batch reads at most so many times the positions that were timed; each of them counts for all rows
-_SLOWEST = 0.5  # weight of a batch's slowest row, for which the call waits; rows that end sooner spare time, too
-_LOST = 0.02  # a row stops once its whole draft is accepted with no more than this probability
+_SLOWEST = 0.25  # weight of a batch's slowest row, for which the call waits; rows that end sooner spare time, too
+_LOST = 0.005  # a row stops once its whole draft is accepted with no more than this probability
 _FORWARD = 0.5  # guess of each further one, as a share of the first, which also reads the committed tokens
 
 
@@ -218,7 +219,7 @@ class _Adaptive(Length):
         known = self.known
         self.unfinished = unfinished
         if self.columns is not None and self.policy.maximum is None:
-            self.maximum = CAPTURED[known.acceptance.rounds >= ENOUGH]
+            self.maximum = CAPTURED[len(unfinished) == 1 and known.acceptance.rounds >= ENOUGH]
         self._begin()
         known.verify.one_apart = len(unfinished) == 1  # of several rows, one column each is several already
         known.rounds += 1
@@ -367,7 +368,7 @@ class _Adaptive(Length):
         if not known.verify.knots:  # a round without a draft tells what there is to save
             return False
         plain, guess = self._verify(1), 1 - 1 / best_speedup(ACCEPTANCE, known.draft_cost)
-        saved = known.saved.mean(max(0.0, guess), ENOUGH * plain) * plain
+        saved = known.saved.mean(max(0.0, guess), 2 * PRIOR * plain) * plain
         left = min(self.room - max(self.reached.values(), default=0), known.answers.mean(self.room))
         return reading < max(saved * left, READ_SHARE * plain * known.unread)
 

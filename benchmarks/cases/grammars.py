@@ -1,6 +1,7 @@
 """JSON under a grammar: what three libraries allow, and how drafts do beside them."""
 
 import json
+from functools import cache
 from importlib.metadata import version
 
 from shared import FOLDER, Case, Section, about, opened, page, shown, written
@@ -134,7 +135,14 @@ def of_outlines(pair):
     from outlines.backends.outlines_core import OutlinesCoreBackend
 
     backend = OutlinesCoreBackend(outlines.from_transformers(pair.target, pair.tokenizer))
-    return lambda schema: backend.get_json_schema_logits_processor(json.dumps(schema))
+    compiled = cache(backend.get_json_schema_logits_processor)  # which takes long
+
+    def make(schema):
+        processor = compiled(json.dumps(schema))
+        processor.reset()
+        return processor
+
+    return make
 
 
 LIBRARIES = {"xgrammar": of_xgrammar, "llguidance": of_llguidance, "outlines": of_outlines}

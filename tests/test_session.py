@@ -171,21 +171,6 @@ def test_a_head_goes_on_as_if_it_had_read_the_whole_text(
         assert read[0] <= (NEW if number == 0 else 2 * NEW)
 
 
-@pytest.mark.parametrize("at", [0, 3, 11, 17, 25, 26])
-def test_a_head_after_a_changed_text(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eagle, "learn", lambda *args: None)
-    target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(target, Eagle(head(3), nodes=6), draft_length=3, fast="eager")
-    session, added = model.session(), turns(2)
-    text = torch.cat([torch.tensor(talked(model, session, added[:1])[0]), added[1]], 1)
-    text[0, at] = (text[0, at] + 1) % 90 + 3
-    anew = model.generate(text, **CALL)
-    report = model.report
-    assert model.generate(text, past_key_values=session, **CALL).tolist() == anew.tolist()
-    assert report is not None and model.report is not None
-    assert (model.report.drafted, model.report.accepted) == (report.drafted, report.accepted)
-
-
 def test_slots_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are they copied out and in at each turn, nor does each turn need larger ones."""
     _, model = pair()

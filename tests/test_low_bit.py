@@ -15,6 +15,7 @@ from test_quantization import llama, logits
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from assisted import AssistedModelForCausalLM, zoo
@@ -37,7 +38,7 @@ CALL = {"max_new_tokens": 24, "do_sample": False}
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "of torch":
         monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
-        monkeypatch.setattr(native, "_has_warned", True)
+        monkeypatch.setattr(native, "lacking", lambda reason: None)
     elif not native.is_available():
         pytest.skip(native.loaded()[1])
 
@@ -351,12 +352,12 @@ def test_the_head_stays_on_a_card_and_8_bits_are_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     monkeypatch.setattr(packed, "low_bit", lambda module, bits, input_bits: nn.Identity())
     for bits, expected in ((8, "products with 8 bits are for a CPU"), (4, None)):
-        quantizer = packed._Quantizer(PackedConfig(bits))
+        quantizer = AutoHfQuantizer.from_config(PackedConfig(bits))
         if expected:
             with pytest.raises(ValueError, match=rf"PackedConfig\(8\) does not run on this GPU, as {expected}"):
-                quantizer._process_model_after_weight_loading(model)
+                quantizer.postprocess_model(model)
         else:
-            quantizer._process_model_after_weight_loading(model)
+            quantizer.postprocess_model(model)
     assert type(model.lm_head) is nn.Linear and type(model.model.layers[0].mlp.up_proj) is nn.Identity
 
 

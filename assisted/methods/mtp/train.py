@@ -86,5 +86,5 @@ class MTPTraining(HeadTraining):
     def save(self, folder: Path) -> None:
         save_mtp(self.student, folder)
 
-    def _heads(self) -> Sequence[Any]:
+    def in_turn(self) -> Sequence[Any]:
         return [*self.student.layers] if isinstance(self.student, SequentialMTP) else [self.student]

@@ -66,9 +66,9 @@ class HeadTraining(Method):
         tokens are. Column i of the first predicts token i + 2.
 
         A draft starts at every position of the text. It reads the text's tokens and, from the second position on, the states
-        of the position before. Several heads in turn (`_heads`) read the whole text each; the last one goes on alone.
+        of the position before. Several heads in turn (`in_turn`) read the whole text each; the last one goes on alone.
         """
-        heads, columns = self._heads(), columns_of(ids, steps)
+        heads, columns = self.in_turn(), columns_of(ids, steps)
         positions = torch.arange(columns, device=ids.device)[None]
         states = heads[0].fuse(self._inputs(seen)[:, :columns])
         embeddings = heads[0].embed(ids[:, 1:], self.target)  # column i is token i + 1
@@ -79,7 +79,7 @@ class HeadTraining(Method):
             states = head(embeddings[:, step : step + columns], states, positions + step, mask, cache)
             yield slice(step + 1, step + 1 + columns), states
 
-    def _heads(self) -> Sequence[Head]:
+    def in_turn(self) -> Sequence[Head]:
         """Which heads draft the positions, in turn."""
         return [self.student]
 

@@ -292,7 +292,8 @@ def main() -> None:
         worst = min(ratios, key=lambda name: ratios[name]["ratio"])
         print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
         if args.out is not None:
-            args.out.write_text(json.dumps(ratios, indent=1) + "\n")
+            rounded = {name: {key: round(x, 4) for key, x in each.items()} for name, each in ratios.items()}
+            args.out.write_text(json.dumps({"ahead": args.ahead, "scenarios": rounded}, indent=1) + "\n")
         return
     found = {name: measure(POLICIES[name], args.seeds) for name in args.policies}
     print("| |" + "".join(f" `{name}` |" for name in found) + "\n|---" + "|---" * len(found) + "|")

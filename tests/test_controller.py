@@ -129,7 +129,7 @@ def test_a_batch_in_which_few_rows_find_something():
     assert speedup(Adaptive()) >= 0.96 * max(1.0, *(speedup(Fixed(n)) for n in (1, 2, 3, 4)))
 
 
-CARDS = json.loads((Path(simulated.__file__).parent / "simulated.json").read_text(encoding="utf-8"))["captured before"]
+CARDS = json.loads((Path(simulated.__file__).parent / "simulated.json").read_text(encoding="utf-8"))["scenarios"]
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -506,16 +506,19 @@ def test_a_copy_learns_by_itself():
 def test_on_models():
     """The answer is plain decoding's, the report says what drafting brought, and the next call starts from there."""
     target = build(ARCHITECTURES[0])
-    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
-    assert model.draft_length == Adaptive()
+    assert AssistedModelForCausalLM.from_models(target, draft="suffix").draft_length == Adaptive()
+    cheap = Adaptive(draft_cost=0.1)  # by its weights, it would hardly be worth the reading of a prompt
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=cheap)
     call = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    shares = []
     for rows in (1, 3):
         ids = random_ids(target, rows, 12, seed=rows)
         plain = target.generate(ids, **call)
         for _ in range(2):
             assert model.generate(ids, **call).tolist() == plain.tolist()
+            shares.append(model.report.assisted_share)
     assert model.report.predicted_speedup is not None
-    assert 0 < model.report.assisted_share <= 1
+    assert 0 < max(shares) <= 1  # a later call may know that it is not worthwhile
     assert model.length.costs.draft > 0
     assert model.length.known.rounds > 60 / 17 * 2  # those of both calls with three rows
     assert len(model.measured.lengths) == 2

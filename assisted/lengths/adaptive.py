@@ -37,7 +37,7 @@ DRAFT = 0.15
 """Guess of a forward pass of the draft, in passes of the target, where `draft_cost` is not known."""
 PAUSE = 4.0
 """Length of the first pause in tokens, times the root of the rows; it doubles with every probe that fails."""
-ACCEPTANCE = 0.6
+ACCEPTANCE = 0.7
 """Guess of the acceptance rate, for whether a draft is worth the reading of the prompt."""
 READ_SHARE = 0.01
 """Share of the time in which a draft may read prompts though that is not expected to be worthwhile."""

@@ -179,8 +179,7 @@ class _Layer(nn.Module):
             made = F.scaled_dot_product_attention(
                 _turned(queries, angles), keys, values, mask, scale=part.scaling, enable_gqa=True
             )
-            attended: Tensor = part.o_proj(made.transpose(1, 2).flatten(2))
-            return attended
+            return part.o_proj(made.transpose(1, 2).flatten(2))
 
         hidden = hidden + _convolved(self.attention_conv, attention, self.input_layernorm(hidden))
         return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
@@ -206,8 +205,7 @@ class _Convolution(nn.Module):
         """Both kernels at every row, [B, n, taps, H] each. states: [B, n, H]."""
         shape = (*self.base_kernel.shape[:2], -1)
         moved = self.kernel_projection(states).unflatten(-1, shape).repeat_interleave(self.group, -1)
-        before, after = (moved + self.base_kernel).unbind(-3)
-        return before, after
+        return (moved + self.base_kernel).unbind(-3)
 
     def forward(self, states: Tensor, kernel: Tensor) -> Tensor:
         """[B, n, H] -> [B, n, H]. Nothing is read from before a block."""
@@ -267,8 +265,7 @@ class _Selector(nn.Module):
 def _convolved(convolution: _Convolution | None, sublayer: Any, states: Tensor) -> Tensor:
     """A sublayer between its two convolutions. states: [B, n, H], its normed input."""
     if convolution is None:
-        made: Tensor = sublayer(states)
-        return made
+        return sublayer(states)
     before, after = convolution.kernels(states)
     return convolution(sublayer(convolution(states, before)), after)
 

@@ -72,13 +72,8 @@ class BlockRunner(HeadRunner):
     def _block(self, ids: Tensor, known: Tensor, seen: Tensor, slots: Tensor, first: Tensor) -> Tensor:
         """ids: [R, n]. known, first: [R, 1], valid slots and the position of slot 0. seen: [R, top] bool. slots: [top]."""
         own = known + torch.arange(ids.shape[1], device=self.device)
-        made: Tensor = self.head(
-            self.head.embed_block(ids, self.target),
-            (own + first).clamp(min=0),
-            self.head.masks(seen[:, None], slots - own[:, :, None]),
-            self.cache,
-        )
-        return made
+        rows, masks = self.head.embed_block(ids, self.target), self.head.masks(seen[:, None], slots - own[:, :, None])
+        return self.head(rows, (own + first).clamp(min=0), masks, self.cache)
 
 
 class Block(NodeReader):
@@ -110,20 +105,17 @@ class Block(NodeReader):
         states, base = (
             of_all.gather(1, places[:, :, None].expand(-1, -1, of_all.shape[-1])) for of_all in (self.states, self.base)
         )
+        self.sure = torch.ones_like(tokens, dtype=torch.bool)
         if self.least > 0:
             self.sure = torch.sigmoid(self.head.confidence(tokens, states)) >= self.least
-        else:
-            self.sure = torch.ones_like(tokens, dtype=torch.bool)
-        logits, memory = self.head.after(tokens, states, base, memory)
-        return logits, memory
+        return self.head.after(tokens, states, base, memory)
 
     def logits(self) -> Tensor:
         """[B, 1, Vd], of the first drafted token; minus infinity if it is not to be drafted."""
         return self._logits.masked_fill(~self.sure[:, :, None], float("-inf"))
 
     def over_all(self, logits: Tensor) -> Tensor:
-        full: Tensor = self.head.over_all(logits)
-        return full
+        return self.head.over_all(logits)
 
     def read(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]

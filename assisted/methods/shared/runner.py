@@ -45,8 +45,7 @@ def steps_in_c(head: Any, target: PreTrainedModel, slots: SlotCache) -> HeadStep
         return "steps in C are those of one row"
     if slots.visible is not None:
         return "the prompt has padding"
-    made: HeadSteps | str = head.steps_with(target)
-    return made
+    return head.steps_with(target)
 
 
 class HeadRunner(Runner):
@@ -231,14 +230,8 @@ class HeadRunner(Runner):
         cache.place_at(known, len(columns), visible.shape[1])
         slots, own = torch.arange(cache.top, device=self.device), (known + columns)[:, :, None]
         seen = ((slots < own) & visible[:, None]) | (slots == own)
-        states: torch.Tensor = self.head(
-            self.head.embed(ids, self.target),
-            self.inject.hidden,
-            (first + columns).clamp(0, self.context - 1),
-            seen[:, None],
-            cache,
-        )
-        return states
+        given = self.head.embed(ids, self.target), self.inject.hidden, (first + columns).clamp(0, self.context - 1)
+        return self.head(*given, seen[:, None], cache)
 
     def root(self, state: torch.Tensor, room: int) -> Level:
         """The committed text as the level above the first one of a token tree. state: [B, H], the head's state after the
@@ -350,8 +343,7 @@ class LevelReader(NodeReader):
         return sure, [[[int(token) for token in of_node[half:]] for of_node in row] for row in rows]
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
-        full: torch.Tensor = self.runner.head.over_all(logits)
-        return full
+        return self.runner.head.over_all(logits)
 
     def read(
         self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]

@@ -419,8 +419,8 @@ class EagleDrafting(HeadDrafting):
         if (
             runner.steps is not None
             or head.shares_output
+            or runner.state is None  # as of block drafters, which have no `resume`
             or type(head).resume is not Head.resume
-            or runner.state is None
         ):
             return None
         runner.take(states)

@@ -15,14 +15,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..eagle.config import FULL, SLIDING
-from ..eagle.formats import PAST, as_speculators, checked_values, dtype_of, layer_of, verifier_of, written_layer
+from ..eagle.formats import PAST, checked_values, head_as_speculators, layer_of
 from ..shared.files import Checkpoint, Layout, agreed, load_head, refuse, require_head, tensors_of, write_head
 from .config import BlockConfig
 from .head import BlockHead
 
 __all__ = ["is_block", "load_block", "require_block", "save_block"]
 
-_SPECULATORS = ("dflash", "dspark", "dflash2")
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 _MUSE = "muse_glimmer_assistant"
 _MARKS = ("DFlash", "DSpark", "Domino", "JetSpec")  # in the architectures of a block drafter
 _REFUSED = {
@@ -91,7 +91,7 @@ def require_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> Bloc
 def is_block(fields: Mapping[str, Any], folder: Path) -> bool:
     """Whether a folder holds a block drafter, perhaps of a kind that cannot be read. fields: of its config.json."""
     if "speculators_model_type" in fields:
-        return fields["speculators_model_type"] in _SPECULATORS
+        return fields["speculators_model_type"] in _ARCHITECTURES
     marked = any(mark in str(fields.get("architectures")) for mark in _MARKS)
     return marked or "dflash_config" in fields or fields.get("model_type") == _MUSE
 
@@ -110,11 +110,9 @@ def save_block(head: BlockHead, folder: str | Path, target: PreTrainedModel | No
         **{names[0]: getattr(config, field) for field, names in _KEYS.items()},
         "aux_hidden_state_layer_ids": list(config.taps),
         "sliding_window_non_causal": not config.sliding_causal,
-        "dtype": dtype_of(head),
     }
-    layer = written_layer(head, model_type="qwen3", attention_bias=config.bias)
-    architecture = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}.get(kind, "DFlash2DraftModel")
-    fields = as_speculators(kind, architecture, fields, layer, config.drafts, verifier_of(target))
+    layer = {"model_type": "qwen3", "attention_bias": config.bias}
+    fields = head_as_speculators(head, target, kind, _ARCHITECTURES[kind], fields, config.drafts, layer)
     write_head(folder, fields, tensors_of(head))
 
 
@@ -128,7 +126,7 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
     found = found.under(*_LAYOUTS, marks=lambda layout: _NAMES)
     speculators, is_muse = fields.get("speculators_model_type"), fields.get("model_type") == _MUSE
     ids = given.get(key := "aux_hidden_state_layer_ids" if speculators else "target_layer_ids")
-    if not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
+    if ids is None:
         raise ValueError(
             f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
             "target's layers that the drafter reads"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -61,14 +61,15 @@ _REFUSED = {
     r".*\.kv_a_proj_with_mqa\.": "an EAGLE-3 head with latent attention (MLA, for Kimi and DeepSeek) cannot be read; heads "
     "with layers of Llama and Qwen3 can",
 }
-_OBJECT, _POSITIVE = "an object", "a positive number"
-_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("rms_norm_eps", "rope_theta"), (_POSITIVE, lambda v: type(v) in (int, float) and 0 < v < math.inf)
+_VALUES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
+    ("rms_norm_eps", "rope_theta"): ("a positive number", lambda v: type(v) in (int, float) and 0 < v < math.inf),
+    ("rope_scaling", "rope_parameters"): ("an object", lambda v: isinstance(v, dict)),
+    ("hidden_act",): ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
+    ("layer_types",): ("a list", lambda v: isinstance(v, list)),
+    (_TAPS, "target_layer_ids", "aux_hidden_state_layer_ids"): (
+        "a list of layers",
+        lambda v: isinstance(v, list) and bool(v) and all(type(tap) is int for tap in v),
     ),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_OBJECT, lambda v: isinstance(v, dict))),
-    "hidden_act": ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
-    "layer_types": ("a list", lambda v: isinstance(v, list)),
 }
 """What values of a config have to be."""
 
@@ -115,10 +116,20 @@ def is_eagle(fields: dict[str, Any], folder: Path) -> bool:
 
 
 def checked_values(found: Checkpoint, target_layers: int, *inner: str) -> dict[str, Any]:
-    """`Checkpoint.values`; those of a layer are checked. target_layers: a number of layers that may be given in place of the
-    head's. Raises ValueError with the file and the field."""
+    """All fields of a config that are given, those of the objects `inner` beside those at the top, which they replace.
+
+    target_layers: a number of layers that may be given in place of the head's. Raises ValueError with the file and the field
+    for an inner one that is no object, and for values that are not what they have to be.
+    """
     where = found.folder / "config.json"
-    given = found.values(*inner)
+    given: dict[str, Any] = {}
+    for name, part in {"": found.fields, **{name: found.fields.get(name) or {} for name in inner}}.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"draft: {where}: {name}: {part!r} is not an object")
+        given |= {key: value for key, value in part.items() if value is not None}
+        for keys, (said, is_right) in _VALUES.items():
+            if wrong := [key for key in keys if part.get(key) is not None and not is_right(part[key])]:
+                raise ValueError(f"draft: {where}: {wrong[0]}: {part[wrong[0]]!r} is not {said}")
     # a head may have no tensor of its vocabulary's size, which is compared with the target's
     size = given.get("vocab_size")
     others = {name: value for name, value in given.items() if name != "vocab_size"}
@@ -127,9 +138,6 @@ def checked_values(found: Checkpoint, target_layers: int, *inner: str) -> dict[s
             others.pop(name, None)
     require_sizes(others, found.shapes, where, exact=True)
     require_sizes({"vocab_size": size}, {}, where, exact=True)
-    for name, (said, is_right) in _VALUES.items():
-        if name in given and not is_right(given[name]):
-            raise ValueError(f"draft: {where}: {name}: {given[name]!r} is not {said}")
     return given
 
 
@@ -145,23 +153,30 @@ def save_eagle(
 
     Raises ValueError for a head that the format cannot represent.
     """
-    tensors = files.tensors_of(head)
-    if format == "eagle":
-        fields = _as_eagle(head)
-        if head.config.version == 3:
-            tensors = {_AUTHORS.stored(name): tensor for name, tensor in tensors.items()}
-    elif format == "speculators":
-        if head.config.version != 3:
-            raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
-        fields = _of_speculators(head, target)
-        if "embed_tokens.weight" not in tensors:
-            if target is None:
-                raise ValueError("target: required, because this format contains an embedding and the head has none")
-            with torch.no_grad():
-                tensors["embed_tokens.weight"] = head.embed(torch.arange(head.config.vocab_size), target)
-    else:
+    config, tensors = head.config, files.tensors_of(head)
+    if format not in get_args(Format):
         raise ValueError(f"format: {format!r} is not known; 'eagle' or 'speculators'")
-    files.write_head(folder, fields, tensors)
+    if format == "eagle":
+        layout = LAYOUTS[1][0] if config.version == 1 else _AUTHORS
+        files.write_head(folder, _as_eagle(head), {layout.stored(name): tensor for name, tensor in tensors.items()})
+        return
+    if config.version != 3:
+        raise ValueError("format: 'speculators' supports only EAGLE-3 heads; write an EAGLE-1 head as 'eagle'")
+    if config.qkv_bias != config.o_bias or config.fc_bias:
+        raise ValueError(
+            "format: 'speculators' supports no biases for queries, keys and values only, and none of fc; use 'eagle'"
+        )
+    if not config.own_embedding:
+        if target is None:
+            raise ValueError("target: required, because this format contains an embedding and the head has none")
+        with torch.no_grad():
+            tensors["embed_tokens.weight"] = head.embed(torch.arange(config.vocab_size), target)
+    kind, architecture, tokens = "eagle3", "Eagle3DraftModel", 3
+    if config.mask_token_id is not None:
+        kind, architecture, tokens = "peagle", "PEagleSpeculator", config.parallel_tokens
+    fields = {**_values(config), "embed_requires_grad": kind == "peagle", "tie_word_embeddings": False}
+    layer = {"model_type": config.layer, "attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    files.write_head(folder, head_as_speculators(head, target, kind, architecture, fields, tokens, layer), tensors)
 
 
 def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleConfig]:
@@ -188,7 +203,7 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleCon
         layer[field] = bool(given.get(field, has_bias))
     if found.layout in LAYOUTS[1]:
         return found, EagleConfig(1, taps=(layers,), fc_bias=given.get("bias", True), **layer)
-    taps, normed_last = _taps_of(fields, layers, folder / "config.json")
+    taps, normed_last = _taps_of(fields, layers)
     said = {"last_normed": normed_last} | files.agreed(given, _KEYS)
     if kind:
         said.setdefault("draft_vocab_size", 32000)
@@ -199,7 +214,7 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleCon
     return found, EagleConfig(3, taps=taps, fc_bias=bool(found.shape("fc.bias")), **said, **layer)
 
 
-def _taps_of(fields: Mapping[str, Any], layers: int, where: Path) -> tuple[tuple[int, ...], bool]:
+def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], bool]:
     """The tapped hidden states, and whether the last of the target's is normed, where a config does not say it itself.
 
     Ids at the top are those of hidden states, as vLLM counts them. Ids in `eagle_config` count layers if they begin with 0 or
@@ -209,9 +224,6 @@ def _taps_of(fields: Mapping[str, Any], layers: int, where: Path) -> tuple[tuple
     """
     top, of_deepspec = fields.get(_TAPS), fields.get("target_layer_ids")
     nested = (fields.get("eagle_config") or {}).get(_TAPS)
-    for name, ids in ((_TAPS, top), (_TAPS, nested), ("target_layer_ids", of_deepspec)):
-        if ids is not None and not (isinstance(ids, list) and ids and all(type(tap) is int for tap in ids)):
-            raise ValueError(f"draft: {where}: {name}: {ids!r} is not a list of layers")
     if top is not None:
         return tuple(top), False
     if of_deepspec is not None:
@@ -256,45 +268,28 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
         # flat, for EAGLE's own code; transformers reads both forms
         "rope_theta": config.rope["rope_theta"],
         "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
-        "torch_dtype": dtype_of(head),
+        "torch_dtype": _dtype_of(head),
     }
     if config.version == 1:
         return {**fields, "bias": config.fc_bias}
     counted = [tap - (min(config.taps) <= 2) for tap in config.taps]  # as SGLang tells layers from states: see _taps_of
-    nested = {"use_aux_hidden_state": True, _TAPS: counted}
-    return {**fields, **_values(config), _TAPS: list(config.taps), "eagle_config": nested}
+    return {**fields, **_values(config), "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted}}
 
 
 def _values(config: EagleConfig) -> dict[str, Any]:
     parallel = ("mask_token_id", "parallel_tokens") if config.mask_token_id is None else ()
-    return {names[0]: getattr(config, field) for field, names in _KEYS.items() if field not in parallel}
+    values = {names[0]: getattr(config, field) for field, names in _KEYS.items() if field not in parallel}
+    return {**values, _TAPS: list(config.taps)}
 
 
-def _of_speculators(head: EagleHead, target: PreTrainedModel | None) -> dict[str, Any]:
-    config = head.config
-    if config.qkv_bias != config.o_bias or config.fc_bias:
-        raise ValueError(
-            "format: 'speculators' supports no biases for queries, keys and values only, and none of fc; use 'eagle'"
-        )
-    parallel = config.mask_token_id is not None
-    fields = {**_values(config), _TAPS: list(config.taps), "embed_requires_grad": parallel, "dtype": dtype_of(head)}
-    fields["tie_word_embeddings"] = False
-    layer = written_layer(head, model_type=config.layer, attention_bias=config.o_bias, mlp_bias=config.mlp_bias)
-    kind, architecture = ("peagle", "PEagleSpeculator") if parallel else ("eagle3", "Eagle3DraftModel")
-    tokens = config.parallel_tokens if parallel else 3
-    return as_speculators(kind, architecture, fields, layer, tokens, verifier_of(target))
-
-
-def written_layer(head: StateHead, **fields: Any) -> dict[str, Any]:
-    """The config of a head's layers in speculators' format. fields: others."""
-    own = {**_layer_fields(head.config), **fields}
-    return {**own, "rope_parameters": dict(head.config.rope), "tie_word_embeddings": False}
-
-
-def verifier_of(target: PreTrainedModel | None) -> dict[str, Any]:
-    """The target of a head, in speculators' format."""
+def head_as_speculators(
+    head: StateHead, target: PreTrainedModel | None, kind: str, architecture: str, fields: Any, tokens: int, layer: Any
+) -> dict[str, Any]:
+    """`as_speculators` of a head with layers of its own. layer: what is said of them besides the fields of `HeadConfig`."""
+    own = {**_layer_fields(head.config), **layer, "rope_parameters": head.config.rope, "tie_word_embeddings": False}
     architectures = [] if target is None else target.config.architectures or [type(target).__name__]
-    return {"name_or_path": files.public_name(target), "architectures": list(architectures)}
+    verifier = {"name_or_path": files.public_name(target), "architectures": list(architectures)}
+    return as_speculators(kind, architecture, {**fields, "dtype": _dtype_of(head)}, own, tokens, verifier)
 
 
 def as_speculators(
@@ -302,7 +297,9 @@ def as_speculators(
 ) -> dict[str, Any]:
     """config.json of speculators' format. kind, architecture: there. fields: of the head. layer: the config of its layers.
     tokens: of a draft. verifier: the target."""
-    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens} | {
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
@@ -317,8 +314,7 @@ def as_speculators(
     }
 
 
-def dtype_of(head: StateHead) -> str:
-    """As configs have it."""
+def _dtype_of(head: StateHead) -> str:
     return str(head.dtype).removeprefix("torch.")
 
 

@@ -133,16 +133,6 @@ class Checkpoint:
         used = layout.used(self.shapes)
         return replace(self, layout=layout, shapes={name: size for name, size in self.shapes.items() if name in used})
 
-    def values(self, *inner: str) -> dict[str, Any]:
-        """All fields of the config that are given, those of the objects `inner` beside those at the top, which they replace.
-        Raises ValueError for an inner one that is no object."""
-        found = {name: value for name, value in self.fields.items() if value is not None}
-        for name in inner:
-            if not isinstance(part := self.fields.get(name) or {}, dict):
-                raise ValueError(f"draft: {self.folder / 'config.json'}: {name}: {part!r} is not an object")
-            found |= {key: value for key, value in part.items() if value is not None}
-        return found
-
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Of one of our tensors; None if it is not there."""
         return self.shapes.get(self.layout.stored(name))

@@ -36,15 +36,8 @@ _REFUSED = {
 _LAYOUTS = (
     Layout("a block drafter of z-lab, DeepSpec, SpecForge, NeMo Automodel or speculators", read_past=PAST),
     Layout("Muse Glimmer's assistant", ((r"fc\.", "encoder.fc."), (r"hidden_norm\.", "encoder.output_norm_enc."))),
-    Layout(
-        "a DSpark drafter of ModelOpt",
-        ((r"markov_head\.", ""), (r"confidence_head\.proj\.", "confidence_proj.")),
-    ),
-    Layout(
-        "a DFlash2 drafter of an older trainer",
-        ((r"(candidate_selector\.\w+_codebook)", r"\1.weight"),),
-        read_past=PAST,
-    ),
+    Layout("a DSpark drafter of ModelOpt", ((r"markov_head\.", ""), (r"confidence_head\.proj\.", "confidence_proj."))),
+    Layout("a DFlash2 drafter of an older trainer", ((r"(candidate_selector\.\w+_codebook)", r"\1.weight"),), PAST),
 )
 _NAMES = (
     *("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
@@ -134,12 +127,10 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
     # raw DeepSpec files predict the next token and do not say so; all others say so, or do not
     of_deepspec = not (speculators or is_muse or "dflash_config" in fields)
     said = ({"block_size": 16} if "dflash_config" in fields else {}) | agreed(given, _KEYS)
-    if "block_size" not in said:
-        raise ValueError(f"draft: {folder}: block_size is missing")
-    most = max(wanted.vocab_size, getattr(rows, "num_embeddings", 0))
-    if "mask_token_id" not in said and not found.shape("mask_embedding"):
-        raise ValueError(f"draft: {folder}: mask_token_id is missing")
-    if not 0 <= said.get("mask_token_id", 0) < most:
+    required = ("block_size",) if found.shape("mask_embedding") else ("block_size", "mask_token_id")
+    if missing := [name for name in required if name not in said]:
+        raise ValueError(f"draft: {folder}: {missing[0]} is missing")
+    if not 0 <= said.get("mask_token_id", 0) < max(wanted.vocab_size, getattr(rows, "num_embeddings", 0)):
         raise ValueError(
             f"draft: {folder}: mask_token_id: the target has no embedding of token {said['mask_token_id']}"
         )
@@ -154,33 +145,28 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
         and not (is_muse or of_deepspec)
         and (not given.get("sliding_window_non_causal", True) if speculators else said.get("causal", True))
     )
-    if (fc := found.shape("fc.weight")) is None:
-        raise ValueError(f"draft: {folder} lacks tensor {found.layout.stored('fc.weight')}")
-    if fc[-1] % len(ids):
+    *_, read = found.shape("fc.weight") or (len(ids) * wanted.hidden_size,)
+    if read % len(ids):
         raise ValueError(
-            f"draft: {folder} holds fc.weight for {fc[-1]} numbers, which are not those of {len(ids)} layers"
+            f"draft: {folder} holds fc.weight for {read} numbers, which are not those of {len(ids)} layers"
         )
-    for name, default in (
-        ("next_token", speculators == "dspark" or of_deepspec),
-        ("causal", False),
+    defaults = {
+        "next_token": speculators == "dspark" or of_deepspec,
         # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
-        ("last_normed", not speculators),
-        ("confidence", False),
-        ("confidence_markov", "use_confidence_head" in given),  # ModelOpt's always reads the token before
-    ):
-        said[name] = bool(said.get(name, default))
+        "last_normed": not speculators,
+        "confidence_markov": "use_confidence_head" in given,  # ModelOpt's always reads the token before
+    }
+    said |= {name: bool(said.get(name, defaults.get(name))) for name in (*defaults, "causal", "confidence")}
     has_markov = bool(said.get("markov_rank"))
     said["markov"] = said.get("markov", "vanilla") if has_markov else None
     said["confidence_markov"] &= has_markov and said["confidence"]
     said["logit_cap"] = said.get("logit_cap") or None
+    # transformers includes the position that lies a whole window back
+    said |= {"layer_types": tuple(types), "sliding_window": window + is_muse if slides else None}
     return found, BlockConfig(
-        **{name: value for name, value in layer.items() if name not in ("layer_types", "sliding_window")},
-        **said,
+        **(layer | said),
         taps=tuple(ids if speculators else (tap + 1 for tap in ids)),  # others count layers from 0
-        target_hidden_size=fc[-1] // len(ids),
-        layer_types=tuple(types),
-        # transformers includes the position that lies a whole window back
-        sliding_window=window + is_muse if slides else None,
+        target_hidden_size=read // len(ids),
         bias=bool(given.get("attention_bias", False)),
         own_embedding=bool(found.shape("embed_tokens.weight")),
         own_output=bool(found.shape("lm_head.weight")),

@@ -148,8 +148,7 @@ class Checkpoint:
         unread = (
             group for name, group in groups.items() if (not is_known(group) if name in wanted else _PACKED.search(name))
         )
-        odd = [stored for group in unread for stored in group.values()]
-        if odd:
+        if odd := [stored for group in unread for stored in group.values()]:
             raise ValueError(
                 f"draft: {self.folder} holds {min(odd)}, of a quantization that cannot be read{self.advice}"
             )
@@ -178,21 +177,19 @@ class Checkpoint:
         made = {}
         for name, shape in (expected or self.shapes).items():
             if groups.keys() >= (parts := layout.parts(name, shape)).keys():
-                made[name] = joined([weight(*part) for part in parts.items()], shape)
+                rows = [weight(*part) for part in parts.items()]
+                whole = torch.cat(rows, -2 if rows[0].dim() > 1 else 0) if len(rows) > 1 else rows[0]
+                made[name] = whole.reshape(tuple(shape))
         return made
 
     def _reader(self) -> Callable[[str], Tensor]:
-        opened: dict[Path, Callable[[str], Tensor]] = {}
-        for file in {self.files[name] for name in self.shapes}:
-            is_safe = file.suffix == ".safetensors"
-            held = None if is_safe else torch.load(file, map_location="cpu", weights_only=True)
-            opened[file] = safe_open(file, "pt").get_tensor if held is None else held.__getitem__
+        opened = {
+            file: safe_open(file, "pt").get_tensor
+            if file.suffix == ".safetensors"
+            else torch.load(file, map_location="cpu", weights_only=True).__getitem__
+            for file in {self.files[name] for name in self.shapes}
+        }
         return lambda name: opened[self.files[name]](name)
-
-
-def joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The tensor of which these parts are the rows."""
-    return (torch.cat([*parts], -2 if parts[0].dim() > 1 else 0) if len(parts) > 1 else parts[0]).reshape(tuple(shape))
 
 
 def pieces(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

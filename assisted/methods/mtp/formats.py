@@ -66,7 +66,7 @@ def read_mtp(path: str | Path, config: PreTrainedConfig, **hub: Any) -> list[dic
     layers: list[dict[str, Tensor]] = [{} for _ in range(number)]
     for name, tensor in tensors.items():
         k, _, own = name.partition(".")
-        layers[int(k)][own] = _embedding_first(found.layout, tensor) if own == "fuse.weight" else tensor
+        layers[int(k)][own] = _embedding_first(found.layout, own, tensor)
     return layers
 
 
@@ -118,8 +118,7 @@ def write_mtp(layers: Sequence[Mapping[str, Tensor]], config: PreTrainedConfig, 
                 f"tensors: the format of {config.model_type} has {', '.join(sorted(required))} and layer.*; got "
                 f"{', '.join(sorted(given))} and layer.*"
             )
-        first = {"fuse.weight": _embedding_first(layout, tensors["fuse.weight"])}
-        own = {f"{k}.{name}": tensor for name, tensor in ({**tensors} | first).items()}
+        own = {f"{k}.{name}": _embedding_first(layout, name, tensor) for name, tensor in tensors.items()}
         for part, piece in pieces(layout, own).items():
             piece = piece.cpu().clone(memory_format=torch.contiguous_format)
             if not torch.equal(held.setdefault(part, piece), piece):
@@ -158,8 +157,8 @@ def is_mtp(fields: Mapping[str, Any], folder: Path) -> bool:
     if not isinstance(kind, str) or kind not in FAMILIES or not isinstance(layers, int):
         return False
     files = files_by_tensor(folder)
-    own = _located(fields, files, FAMILIES[kind], layers)[2]
-    return bool(own) and set(own) == files.keys()
+    found = _located(fields, files, FAMILIES[kind], layers)
+    return found is not None and set(found[2]) == files.keys()
 
 
 class NoMTPLayers(ValueError):
@@ -204,8 +203,7 @@ def _in_folder(path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any
         folder = find_folder(path, patterns, **hub)
         with loading("draft", folder):
             fields, files = _fields(folder), files_by_tensor(folder)
-            family = _layout_of(fields, config.model_type)
-            if family is not None and _located(fields, files, family, config.num_hidden_layers)[2]:
+            if _located(fields, files, _layout_of(fields, config), config.num_hidden_layers):
                 break
     with loading("draft", folder):
         layout, number, names = _require_mtp(folder, fields, files, config)
@@ -255,9 +253,9 @@ def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
     return max(found, key=lambda at: at[1], default=("", 0))
 
 
-def _layout_of(fields: Mapping[str, Any], kind: str) -> MTPLayout | None:
-    """By config.json and the target's model_type."""
-    return SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(kind)
+def _layout_of(fields: Mapping[str, Any], config: PreTrainedConfig) -> MTPLayout | None:
+    """By config.json and the target's text config."""
+    return SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(config.model_type)
 
 
 def _require_mtp(where: Path, fields: Any, names: Iterable[str], config: Any, layout: Any = None) -> Located:
@@ -266,12 +264,11 @@ def _require_mtp(where: Path, fields: Any, names: Iterable[str], config: Any, la
     refuse(where, [f"{config.model_type} {name}" for name in names], REFUSED)
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise ValueError(f"draft: {where}: MTP layers with an embedding of their own are not supported")
-    layout = layout or _layout_of(fields, config.model_type)
-    found = None if layout is None else _located(fields, names, layout, config.num_hidden_layers)
-    if found is not None and found[2]:
+    layout = layout or _layout_of(fields, config)
+    if found := _located(fields, names, layout, config.num_hidden_layers):
         return found
     key, count = _announced(fields)
-    if layout is not None and count:
+    if layout and count:
         raise ValueError(
             f"draft: {where} announces {count} MTP layer{'s' * (count > 1)} ({key}), but none of its files holds their "
             f"tensors. {_ORIGINAL}"
@@ -279,34 +276,27 @@ def _require_mtp(where: Path, fields: Any, names: Iterable[str], config: Any, la
     raise NoMTPLayers(f"draft: {where} holds no MTP layers for a model of type {config.model_type}. {_ORIGINAL}")
 
 
-def _located(fields: Mapping[str, Any], files: Iterable[str], layout: MTPLayout, layers: int) -> Located:
-    """The layout with the checkpoint's root, the number of MTP layers, and their tensors.
+def _located(fields: Mapping[str, Any], files: Iterable[str], layout: MTPLayout | None, layers: int) -> Located | None:
+    """The layout with the checkpoint's root, the number of MTP layers, at least one, and their tensors; None if there are none.
 
     fields: of config.json. files: the names of all tensors. layers: of the target.
     """
-
-    def begins(layout: MTPLayout, k: int) -> list[str]:
-        return [name for name in files if name.startswith(layout.placed("", k))]
-
-    nested = (replace(layout, layers=layers, root=re.sub(r"^model\.", start, layout.root)) for start in _NESTED)
-    layout = next((one for one in nested if begins(one, 0)), replace(layout, layers=layers))
-    number = _number(layout.root + layout.layer, layers, files, fields)
-    copies = {layout.placed(name, k) for k in range(number) for name in layout.copies}
-    own = dict.fromkeys(name for k in range(number) for name in begins(layout, k) if not name.endswith(".inv_freq"))
-    marks = tuple(layout.placed(f"{name}.", 0) for name in layout.places[:3])
-    if not any(name.startswith(marks) for name in own):  # layers of a deeper model that has the same names
-        return layout, 0, []
-    stacked = any(re.search(r"\.experts\.(gate_up|down)_proj", name) for name in own)
-    return replace(layout, stacked=stacked), number, [name for name in own if name not in copies]
-
-
-def _number(start: str, layers: int, names: Iterable[str], fields: Mapping[str, Any]) -> int:
-    """How many MTP layers a checkpoint has or should have, at least one. start: of their names. layers: of the target. fields:
-    of its config.json."""
-    pattern = re.compile(re.sub(r"\\{[kn]\\}", r"(\\d+)", re.escape(start)))
-    first = layers if "{n}" in start else 0
-    found = [int(match[1]) - first for name in names if (match := pattern.match(name))]
-    return max([0, *found, _announced(fields)[1] - 1]) + 1
+    layout = layout or MTPLayout()
+    for start in _NESTED:
+        found = replace(layout, layers=layers, root=re.sub(r"^model\.", start, layout.root))
+        marks = tuple(found.placed(f"{name}.", 0) for name in found.places[:3])
+        if any(name.startswith(marks) for name in files):  # not layers of a deeper model that has the same names
+            break
+    else:
+        return None
+    pattern = re.compile(re.sub(r"\\{[kn]\\}", r"(\\d+)", re.escape(found.root + found.layer)))
+    first = layers if "{n}" in found.root else 0
+    numbers = [int(match[1]) - first for name in files if (match := pattern.match(name))]
+    number = max([0, *numbers, _announced(fields)[1] - 1]) + 1
+    begins = tuple(found.placed("", k) for k in range(number))
+    copies = {found.placed(name, k) for k in range(number) for name in found.copies}
+    own = [n for n in files if n.startswith(begins) and n not in copies and not n.endswith(".inv_freq")]
+    return replace(found, stacked=any(re.search(r"\.experts\.(gate_up|down)_proj", n) for n in own)), number, own
 
 
 def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
@@ -326,6 +316,6 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
     return [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
 
 
-def _embedding_first(layout: Any, fuse: Tensor) -> Tensor:
-    """[H, 2H]: the columns of the embedding first, or back in the order of the layout."""
-    return fuse.roll(fuse.shape[0], 1) if layout.hidden_first else fuse
+def _embedding_first(layout: Any, name: str, tensor: Tensor) -> Tensor:
+    """The columns of the embedding first in `fuse.weight`, [H, 2H], or back in the order of the layout; others as they are."""
+    return tensor.roll(len(tensor), 1) if layout.hidden_first and name == "fuse.weight" else tensor

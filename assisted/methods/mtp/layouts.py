@@ -17,13 +17,12 @@ FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
 @dataclass(frozen=True)
 class MTPLayout(Layout):
     """How a family names MTP layers. Our names are `0.embed_norm.weight`, `0.layer.NAME` and so on, with the number of the MTP
-    layer. In stored ones, {k} is that number, and {n} goes on from the target's layers.
+    layer; `names` are of transformers' layer. In stored ones, {k} is that number, and {n} goes on from the target's layers.
 
     Args:
         root: the beginning of all names. layer: of those of a decoder layer, after it. places: of `FIXED`, after it; a family
             may have no end norm.
         copies: of the target's embedding and head, after the root.
-        renamed: beginnings of names in transformers' layer and in the checkpoint.
         hidden_first: the hidden state's columns of `fuse` come first.
         stacked: experts are stored as one tensor.
         layers: of the target.
@@ -33,7 +32,6 @@ class MTPLayout(Layout):
     layer: str = ""
     places: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
     hidden_first: bool = False
     stacked: bool = False
     layers: int = 0
@@ -46,8 +44,7 @@ class MTPLayout(Layout):
     def stored(self, name: str) -> str:
         k, part, rest = name.split(".", 2)
         if part == "layer":
-            rest = next((new + rest.removeprefix(old) for old, new in self.renamed if rest.startswith(old)), rest)
-            return self.placed(self.layer + rest, int(k))
+            return self.placed(self.layer + super().stored(rest), int(k))
         return self.placed(f"{self.places[FIXED.index(part)]}.{rest}", int(k))
 
     def placed(self, rest: str, k: int) -> str:
@@ -114,26 +111,26 @@ FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _NEXTN),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "exaone4"), _QWEN),
     "qwen3_5_moe_text": replace(_QWEN, stacked=True),
-    "exaone_moe": replace(_QWEN, renamed=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),)),
+    "exaone_moe": replace(_QWEN, names=((r"mlp\.gate\.e_score", "mlp.e_score"),)),
     "hy_v3": replace(
         _NEXTN,
         places=(*_NEXTN.places[:3], "final_layernorm"),
         copies=(*_NEXTN.copies, "shared_head.weight"),
-        renamed=(
-            ("mlp.gate.", "mlp.router.gate."),
-            ("mlp.e_score_correction_bias", "mlp.expert_bias"),
-            ("mlp.shared_experts.", "mlp.shared_mlp."),
+        names=(
+            (r"mlp\.gate\.", "mlp.router.gate."),
+            (r"mlp\.e_score_correction_bias", "mlp.expert_bias"),
+            (r"mlp\.shared_experts\.", "mlp.shared_mlp."),
         ),
     ),
     "mimo": replace(SPECULATORS, root="model.mtp_layers.{k}.", hidden_first=True, stacked=False),
     "ernie4_5": _ERNIE,
-    "ernie4_5_moe": replace(_ERNIE, renamed=(("mlp.gate.moe_statics.", "mlp.moe_statics."),)),
+    "ernie4_5_moe": replace(_ERNIE, names=((r"mlp\.gate\.moe_statics", "mlp.moe_statics"),)),
     "longcat_flash": MTPLayout(
         root="model.mtp.",
         layer="layers.{k}.",
         places=("layers.{k}.enorm.m", "layers.{k}.hnorm.m", "layers.{k}.eh_proj", "norm"),
         copies=("embed_tokens.weight",),
-        renamed=(("mlp.", "transformer_layer.mlp."),),
+        names=((r"mlp\.", "transformer_layer.mlp."),),
     ),
 }
 """By the model_type of the text config."""

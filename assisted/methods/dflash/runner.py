@@ -92,9 +92,8 @@ class Block(NodeReader):
         self.states = states[:, self.head.config.first_row :]
         self.base = runner.logits(self.states)
         self.vocabulary = None if self.head.d2t is None else self.head.draft_tokens
-        first = torch.zeros_like(anchors).to(self.states.device)
-        self._memory: Tensor | None = None
-        self._logits, self._memory = self._after(first, anchors.to(self.states.device), None)
+        anchors = anchors.to(self.states.device)
+        self._logits, self._memory = self._after(torch.zeros_like(anchors), anchors, None)
 
     def _after(self, places: Tensor, tokens: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The logits of drafted tokens, [B, n, Vd], and the head's memory: see `BlockHead.after`. `sure` is [B, n] bool: which

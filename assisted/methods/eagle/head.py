@@ -52,10 +52,9 @@ class EagleHead(Head):
         fused = 2 * width if config.version == 1 else taps * target_width
         self.fc = nn.Linear(fused, width, bias=bool(config.fc_bias))
         layers = [_LAYERS[config.layer](layer, index) for index in range(config.num_hidden_layers)]
-        for plain in layers:
-            if config.o_bias != config.qkv_bias:
-                output = plain.self_attn.o_proj
-                plain.self_attn.o_proj = nn.Linear(output.in_features, output.out_features, bias=config.o_bias)
+        for attention in (plain.self_attn for plain in layers if config.o_bias != config.qkv_bias):
+            output = attention.o_proj
+            attention.o_proj = nn.Linear(output.in_features, output.out_features, bias=config.o_bias)
         self.layers = nn.ModuleList(layers)
         self.rotary_emb = LlamaRotaryEmbedding(layer)
         self.needs_mask = config.slides
@@ -103,24 +102,15 @@ class EagleHead(Head):
         """As `Head`. last_only needs layers that support it (`fused_head`)."""
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
-        kwargs: dict[str, Any] = {
-            "position_embeddings": self.rotary_emb(states, position_ids),
-            CACHE: cache,
-        }
-        if last_only:
-            kwargs["last_only"] = True
+        kwargs = {"position_embeddings": self.rotary_emb(states, position_ids), CACHE: cache}
+        kwargs |= {"last_only": True} if last_only else {}
         masks = {FULL: attention_mask}
         if self.config.slides:
             masks[SLIDING] = windowed(attention_mask, states.shape[1], self.config.sliding_window or 1, states.device)
-        first, *others = zip(self.layers, self.config.kinds, strict=True)
-        layer, kind = first
-        if self.config.version == 1:
-            hidden = layer(self.fc(torch.cat([embeddings, states], -1)), attention_mask=masks[kind], **kwargs)
-        else:
-            hidden = layer(embeddings, states, attention_mask=masks[kind], **kwargs)
-        for layer, kind in others:
-            hidden = layer(hidden, attention_mask=masks[kind], **kwargs)
-        return self.norm(hidden) if self.config.norm_output else hidden
+        hidden = (self.fc(torch.cat([embeddings, states], -1)),) if self.config.version == 1 else (embeddings, states)
+        for layer, kind in zip(self.layers, self.config.kinds, strict=True):
+            hidden = (layer(*hidden, attention_mask=masks[kind], **kwargs),)
+        return self.norm(*hidden) if self.config.norm_output else hidden[0]
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Logits [..., Vd] over the draft vocabulary, from the states [..., H] that a step returned.

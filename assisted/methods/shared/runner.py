@@ -39,15 +39,6 @@ class Level(NamedTuple):
     positions: torch.Tensor
 
 
-def steps_in_c(head: Any, target: PreTrainedModel, slots: SlotCache) -> HeadSteps | str:
-    """A head's steps in C in a call with these slots, or why there are none: they are captured then, or run eagerly."""
-    if slots.rows > 1:
-        return "steps in C are those of one row"
-    if slots.visible is not None:
-        return "the prompt has padding"
-    return head.steps_with(target)
-
-
 class HeadRunner(Runner):
     """A head with its slots.
 
@@ -84,7 +75,9 @@ class HeadRunner(Runner):
         before, dropped = (-first[:, 0]).tolist(), dropped_from(slots)
         self.cache.prompt_padding = before
         self.cache.padding = [hidden - count for hidden, count in zip(before, dropped, strict=True)]
-        steps = steps_in_c(self.head, target, slots)
+        why = "the prompt has padding" if slots.visible is not None else None
+        why = "steps in C are those of one row" if slots.rows > 1 else why
+        steps: HeadSteps | str = why or self.head.steps_with(target)
         self.steps = None if isinstance(steps, str) else steps
         self.why_not_in_c = steps if isinstance(steps, str) else None
         self.first = first.to(self.device) + on_device(dropped, self.device)[:, None]
@@ -117,13 +110,10 @@ class HeadRunner(Runner):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""
-        made = None if self.steps is None else self.steps.fuse(features)
-        if (
-            made is None
-            and (found := self.compute("fuse", lambda given: [self.head.fuse(given)], features)) is not None
-        ):
-            made = found[0].clone()  # the next replay overwrites it
-        return self.head.fuse(features) if made is None else made
+        if self.steps is not None and (made := self.steps.fuse(features)) is not None:
+            return made
+        found = self.compute("fuse", lambda given: [self.head.fuse(given)], features)
+        return self.head.fuse(features) if found is None else found[0].clone()  # the next replay overwrites it
 
     def read_ahead(self, tokens: torch.Tensor, states: torch.Tensor, counts: Sequence[int], masks: int) -> torch.Tensor:
         """`read`, and so many masks after each row's text, which are not kept; of a P-EAGLE head. Returns the states after the
@@ -153,7 +143,7 @@ class HeadRunner(Runner):
             seen = None
             if cache.visible is not None:
                 hidden = cache.visible[rows, first:].to(self.device)
-                seen = torch.nn.functional.pad(hidden, (0, len(columns) - hidden.shape[1]), value=True)[:, None]
+                seen = F.pad(hidden, (0, len(columns) - hidden.shape[1]), value=True)[:, None]
                 # padding attends to itself: attention to nothing is NaN
                 own = columns == columns[:, None]
                 seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
@@ -175,10 +165,8 @@ class HeadRunner(Runner):
         tokens: [B, n] int64. states: [B, n, H], from `Head.fuse` or an earlier step. Returns states [B, n, H], zeros for
         rows that don't run.
         """
-        if self.steps is not None:
-            found = self.steps(tokens, states, self.cache, int(self.first))
-            if found is not None:
-                return found
+        if self.steps and (found := self.steps(tokens, states, self.cache, int(self.first))) is not None:
+            return found
         self.take(states)
         return self.passes.run(self, tokens, None, None)
 
@@ -204,16 +192,12 @@ class HeadRunner(Runner):
         cache, width = self.cache, ids.shape[1]
         cache.place(width, self.device)
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
-        given = (
-            self.head.embed(cache.of_running(ids), self.target),
-            cache.of_running(self.inject.hidden),
-            (slots + cache.of_running(self.first)).clamp(min=0),
-        )
+        ids, states, first = map(cache.of_running, (ids, self.inject.hidden, self.first))
+        given = self.head.embed(ids, self.target), states, (slots + first).clamp(min=0)
         seen, in_c = None, getattr(self.head, "in_c", None)
-        if in_c is not None and cache.visible is None:  # each column sees all slots up to its own
-            found: torch.Tensor | None = in_c(*given, None, cache)
-            if found is not None:
-                return cache.spread(found)
+        # in C, each column sees all slots up to its own
+        if in_c and cache.visible is None and (found := in_c(*given, None, cache)) is not None:
+            return cache.spread(found)
         # if every slot is visible, or attention is purely causal, most heads need no mask
         is_simple = cache.visible is None and (width == cache.top or width == len(slots) == 1)
         if self.head.needs_mask or not is_simple:
@@ -260,14 +244,10 @@ class HeadRunner(Runner):
     def _table(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> torch.Tensor:
         """Tokens, parents and slots of a level's columns, [3, rows, n]: one copy of all indices to the device."""
         lengths, running, before = self.cache.lengths, self.cache.running, above.states.shape[1]
-        return on_device(
-            [
-                [tokens[row] for row in running],
-                [[place * before + parent for parent in parents[row]] for place, row in enumerate(running)],
-                [range(lengths[row], lengths[row] + len(tokens[row])) for row in running],
-            ],
-            self.device,
-        )
+        ids = [tokens[row] for row in running]
+        above_them = [[place * before + parent for parent in parents[row]] for place, row in enumerate(running)]
+        slots = [range(lengths[row], lengths[row] + len(tokens[row])) for row in running]
+        return on_device([ids, above_them, slots], self.device)
 
     def _level(self, table: torch.Tensor, states: torch.Tensor, seen: torch.Tensor, positions: torch.Tensor) -> Level:
         """`level` of the running rows, over columns that the cache has placed."""
@@ -337,10 +317,8 @@ class LevelReader(NodeReader):
             self.top = None if found is None else found[0]
         if self.top is None:
             return None
-        rows = self.top.tolist()
-        half = self.top.shape[-1] // 2
-        sure = [[of_node[:half] for of_node in row] for row in rows]
-        return sure, [[[int(token) for token in of_node[half:]] for of_node in row] for row in rows]
+        sure, tokens = self.top.cpu().chunk(2, -1)  # one copy
+        return sure.tolist(), tokens.long().tolist()
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         return self.runner.head.over_all(logits)
@@ -353,10 +331,10 @@ class LevelReader(NodeReader):
         above = [[parent - self.first for parent in row] for row in parents]
         self.first = self.columns
         self.add(tokens, parents)
-        found = (
-            None if self.candidates is None else self.runner.level_at_once(tokens, above, self.level, self.candidates)
-        )
-        self.level, self.top = (self.runner.level(tokens, above, self.level), None) if found is None else found
+        count, found = self.candidates, None
+        if count is not None:
+            found = self.runner.level_at_once(tokens, above, self.level, count)
+        self.level, self.top = found or (self.runner.level(tokens, above, self.level), None)
         self.runner.cache.commit([len(tokens[0])] * len(tokens))
         return self.logits() if found is None else None
 

@@ -25,7 +25,6 @@ class HeadSteps:
 
     def __init__(self, layer: FusedLayer, steps: EagleSteps | delta.TokenSteps):
         self.layer, self.steps, self.logits = layer, steps, steps.logits
-        self._of_eagle = steps if isinstance(steps, EagleSteps) else None
 
     def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
         """As `HeadRunner.__call__`; None for columns that cannot run in C. first: position of the text's first column."""
@@ -41,13 +40,16 @@ class HeadSteps:
 
     def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
         """As `HeadRunner.tree`."""
-        where = None if self._of_eagle is None else self._place(state[:, None], cache, first, shape.limits[-1])
-        return None if self._of_eagle is None or where is None else self._of_eagle.tree(state, *where, shape)
+        if not isinstance(self.steps, EagleSteps):
+            return None
+        where = self._place(state[:, None], cache, first, shape.limits[-1])
+        return None if where is None else self.steps.tree(state, *where, shape)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
         """As `Head.fuse`; None if that does not run in C."""
-        fuses = self._of_eagle is not None and self._of_eagle.of_features is not None and self._fits(features, ())
-        return self._of_eagle.fuse(features) if fuses else None  # type: ignore[union-attr]
+        if isinstance(self.steps, EagleSteps) and self.steps.of_features is not None and self._fits(features, ()):
+            return self.steps.fuse(features)
+        return None
 
     def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
         """Whether columns can run in C."""

@@ -4,8 +4,7 @@ one forward pass; the target's hidden states are their context. Knows one block;
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -151,16 +150,11 @@ class BlockHead(StateHead):
         return self.confidence_head["proj"](states)[..., 0].float()
 
 
-class _Layer(nn.Module):
+class _Layer(Qwen3DecoderLayer):
     """A decoder layer of Qwen3 whose keys and values may come from a context, perhaps with DFlash2's convolutions."""
 
     def __init__(self, config: BlockConfig, layer: Qwen3Config, index: int):
-        super().__init__()
-        plain = Qwen3DecoderLayer(layer, index)
-        self.self_attn: Any = plain.self_attn
-        self.mlp: nn.Module = plain.mlp
-        self.input_layernorm: nn.Module = plain.input_layernorm
-        self.post_attention_layernorm: nn.Module = plain.post_attention_layernorm
+        super().__init__(layer, index)
         self.size = config.head_dim
         self.attention_conv = _Convolution(config) if config.conv_size else None
         self.mlp_conv = _Convolution(config) if config.conv_size else None
@@ -181,8 +175,13 @@ class _Layer(nn.Module):
             )
             return part.o_proj(made.transpose(1, 2).flatten(2))
 
-        hidden = hidden + _convolved(self.attention_conv, attention, self.input_layernorm(hidden))
-        return hidden + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden))
+        for norm, sublayer, convolution in (
+            (self.input_layernorm, attention, self.attention_conv),
+            (self.post_attention_layernorm, self.mlp, self.mlp_conv),
+        ):
+            states = norm(hidden)
+            hidden = hidden + (sublayer(states) if convolution is None else convolution(states, sublayer))
+        return hidden
 
 
 class _Convolution(nn.Module):
@@ -201,13 +200,14 @@ class _Convolution(nn.Module):
             self.base_kernel[:, 0] = 1
             self.kernel_projection.weight.zero_()
 
-    def kernels(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Both kernels at every row, [B, n, taps, H] each. states: [B, n, H]."""
+    def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sublayer between its two convolutions. states: [B, n, H], its normed input."""
         shape = (*self.base_kernel.shape[:2], -1)
         moved = self.kernel_projection(states).unflatten(-1, shape).repeat_interleave(self.group, -1)
-        return (moved + self.base_kernel).unbind(-3)
+        before, after = (moved + self.base_kernel).unbind(-3)  # [B, n, taps, H] each
+        return self._over(sublayer(self._over(states, before)), after)
 
-    def forward(self, states: Tensor, kernel: Tensor) -> Tensor:
+    def _over(self, states: Tensor, kernel: Tensor) -> Tensor:
         """[B, n, H] -> [B, n, H]. Nothing is read from before a block."""
         blocks, taps = states.unflatten(1, (-1, self.block)), kernel.shape[-2]
         back = [F.pad(blocks, (0, 0, tap, 0))[:, :, : self.block] for tap in range(taps)]
@@ -260,14 +260,6 @@ class _Selector(nn.Module):
         candidates = logits.topk(self.top_k, -1).indices
         scores = self.scores(tokens, states, logits, candidates)
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, scores)
-
-
-def _convolved(convolution: _Convolution | None, sublayer: Any, states: Tensor) -> Tensor:
-    """A sublayer between its two convolutions. states: [B, n, H], its normed input."""
-    if convolution is None:
-        return sublayer(states)
-    before, after = convolution.kernels(states)
-    return convolution(sublayer(convolution(states, before)), after)
 
 
 def _turned(heads: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,30 +48,26 @@ def fused_head(head: Any) -> PreparedModule:
     if head.config.version == 1:
         return PreparedModule(head)
     children: dict[tuple[str, ...], nn.Module] = {("lm_head",): fused_product(head.lm_head, in_8_bits=True)}
+    plain = PreparedModule(with_children(head, children))
     if not may_copy(head.parameters()) or any_touched(head.modules()):
-        return PreparedModule(with_children(head, children))
+        return plain
+    warning = "the EAGLE head's layers run as they are: "
     if head.config.slides:
-        warning = "the EAGLE head's layers run as they are: there is no faster form of layers with a sliding window"
-        return PreparedModule(with_children(head, children), warning=warning)
+        return replace(plain, warning=warning + "there is no faster form of layers with a sliding window")
     angles = Angles(head.rotary_emb, head.config.of_layer(), head.dtype)
     shared = Shared(angles)
     first, *others = head.layers
     own = [_First(first, shared), *(FusedLayer(layer, shared, True, in_8_bits=True) for layer in others)]
     own[-1].is_last = True
-    of_taps = getattr(head, "fc_norm", ())
-    children |= {
-        ("fc",): PackedLinear.of(head.fc, in_8_bits=True),
-        ("norm",): Called(Norm(head.norm)),
-        **({("fc_norm",): nn.ModuleList(Called(Norm(norm)) for norm in of_taps)} if of_taps else {}),
-        ("layers",): nn.ModuleList(own),
-        ("rotary_emb",): angles,
-    }
+    children |= {("fc",): PackedLinear.of(head.fc, in_8_bits=True), ("norm",): Called(Norm(head.norm))}
+    children |= {("layers",): nn.ModuleList(own), ("rotary_emb",): angles}
+    if head.config.fc_norm:
+        children["fc_norm",] = nn.ModuleList(Called(Norm(norm)) for norm in head.fc_norm)
     other: Any = with_children(head, children)
     if _agree(head, other):
         other.steps_with = functools.partial(_eagle_steps, head, other)
         return PreparedModule(other, last_only=True)
-    warning = "the EAGLE head's layers run as they are: the logits of their faster form differ by more than rounding"
-    return PreparedModule(with_children(head, {("lm_head",): children[("lm_head",)]}), warning=warning)
+    return replace(plain, warning=warning + "the logits of their faster form differ by more than rounding")
 
 
 def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
@@ -90,10 +87,10 @@ def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSt
     if not output.dtype == layer.native.dtype == head.dtype:
         return "its layer and its output have different dtypes"
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
-    options = layer.norm_before_residual, config.norm_output
     weights = [(norm.weight.detach(), norm.epsilon) for norm in norms]
-    product, taps, epsilon = _of_features(other)
     parts = layer.native, weights, output, embeddings, tokens, size, table
+    options = layer.norm_before_residual, config.norm_output
+    product, taps, epsilon = _of_features(other)
     return HeadSteps(layer, EagleSteps(*parts, *options, product, taps, epsilon))
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel, Qwen3Config
 
 from ..eagle.config import LAYER_FIELDS, EagleConfig, HeadConfig, require_sound
 
 Markov = Literal["vanilla", "gated", "rnn"]
-_MARKOVS = ("vanilla", "gated", "rnn")
 
 
 def block_taps(target_layers: int, layers: int) -> tuple[int, ...]:
     """The hidden states that z-lab's drafters of so many layers read, as indices into transformers' `hidden_states`: from the
     second layer to the fourth from the end."""
-    spread = (
-        [target_layers // 2] if layers == 1 else [1 + j * (target_layers - 4) / (layers - 1) for j in range(layers)]
-    )
+    spread = [1 + j * (target_layers - 4) / (layers - 1) for j in range(layers)] if layers > 1 else [target_layers // 2]
     return tuple(sorted({min(max(1, round(layer) + 1), target_layers) for layer in spread}))
 
 
@@ -68,13 +65,14 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         reduced = self.draft_vocab_size != self.vocab_size
-        markovs, has_markov = ", ".join(_MARKOVS), self.markov is not None
+        markovs, has_markov = get_args(Markov), self.markov is not None
         require_sound(
             {
                 f"block_size: a block of {self.block_size} drafts nothing": self.drafts < 1,
                 f"sliding_window: {self.sliding_window} is less than the block of {self.block_size}": self.slides
                 and (self.sliding_window or 0) < self.block_size,
-                f"markov: {self.markov!r} is not known; one of {markovs}": has_markov and self.markov not in _MARKOVS,
+                f"markov: {self.markov!r} is not known; one of {', '.join(markovs)}": has_markov
+                and self.markov not in markovs,
                 "markov, markov_rank: one without the other": has_markov != (self.markov_rank > 0),
                 "markov: 'rnn' is defined for next-token rows only": self.markov == "rnn" and not self.next_token,
                 "confidence_markov: there is no Markov head": self.confidence_markov and not has_markov,

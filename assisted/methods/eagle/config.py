@@ -81,9 +81,8 @@ class HeadConfig:
     def __post_init__(self) -> None:
         self._default("target_hidden_size", self.hidden_size)
         self._default("draft_vocab_size", self.vocab_size)
-        self._default("layer_types", (FULL,) * self.num_hidden_layers)
-        for name in ("taps", "layer_types"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "taps", tuple(self.taps))
+        object.__setattr__(self, "layer_types", tuple(self.layer_types or (FULL,) * self.num_hidden_layers))
         kinds, count, window = self.kinds, self.num_hidden_layers, self.sliding_window
         require_sound(
             {
@@ -145,8 +144,7 @@ class EagleConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._default("fc_bias", self.version == 1)
-        mask = self.mask_token_id
-        size = self.hidden_size
+        mask, size = self.mask_token_id, self.hidden_size
         is_token = mask is None or (self.version == 3 and type(mask) is int and 0 <= mask < self.vocab_size)
         require_sound(
             {
@@ -167,10 +165,9 @@ class EagleConfig(HeadConfig):
     def for_target(cls, target: PreTrainedModel, version: int = 3, **fields: Any) -> EagleConfig:
         """A head with the sizes of a target's layers. fields: overrides."""
         config = target.config.get_text_config(decoder=True)
-        width = config.hidden_size
+        width, layers = config.hidden_size, config.num_hidden_layers
         heads = getattr(config, "num_attention_heads", None) or max(1, width // 64)  # a target may have none
         inner = getattr(config, "intermediate_size", None)
-        layers = config.num_hidden_layers
         same = {
             "hidden_size": width,
             "intermediate_size": inner if isinstance(inner, int) else 4 * width,

@@ -4,7 +4,6 @@ at token t and predicts token t + 2 + h; the target's own output predicts t + 1.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from itertools import product
@@ -56,13 +55,9 @@ class MedusaHeads(nn.Module):
         self.hidden_size, self.vocab_size, self.heads, self.layers = hidden_size, vocab_size, heads, layers
         self.weight = nn.Parameter(torch.zeros(layers, heads, hidden_size, hidden_size))
         outputs = 1 if shared_output else heads
-        self.bias: nn.Parameter | None
-        self.output: nn.Parameter | None
+        self.bias = nn.Parameter(torch.zeros(layers, heads, hidden_size)) if bias else None
+        self.output = nn.Parameter(torch.zeros(outputs, vocab_size, hidden_size)) if own_output else None
         self.token_map: torch.Tensor | None
-        self.register_parameter("bias", nn.Parameter(torch.zeros(layers, heads, hidden_size)) if bias else None)
-        self.register_parameter(
-            "output", nn.Parameter(torch.zeros(outputs, vocab_size, hidden_size)) if own_output else None
-        )
         self.register_buffer("token_map", token_map)
 
     def forward(
@@ -115,8 +110,8 @@ class MedusaHeads(nn.Module):
         with loading("draft", folder):
             checkpoint, heads, layers = _opened(folder)
             file, vllm, shape = checkpoint.file, checkpoint.layout is _VLLM, checkpoint.shape
-            output, first, listed = shape("output.0"), shape("weight.0.0") or (0,), shape("token_map")
-            size, hidden_size = output_size(target) if target is not None else (output[0] if output else 0, first[0])
+            (rows, *_), (width, *_), listed = shape("output.0") or (0,), shape("weight.0.0") or (0,), shape("token_map")
+            size, hidden_size = output_size(target) if target is not None else (rows, width)
             token_map = checkpoint.tensors({"token_map": listed})["token_map"] if vllm and listed else None
             if token_map is not None:
                 known = token_map.ndim == 1 and not token_map.is_floating_point() and len(token_map) > 0
@@ -128,16 +123,14 @@ class MedusaHeads(nn.Module):
             bias = not vllm or any(name.endswith("bias") for name in checkpoint.shapes)
             with torch.device("meta"):
                 new = cls(hidden_size, size, heads, layers, own, shared_output=shared, bias=bias, token_map=token_map)
-            expected: dict[str, Any] = shapes_by_name(dict(new.named_parameters()))
-            if token_map is not None and output:  # some files keep unused rows
-                expected["output"] = (len(new.output), output[0], hidden_size)  # type: ignore[arg-type]
-            checkpoint.require(expected, {} if token_map is None else {"token_map": token_map.shape})
+            expected = shapes_by_name(new.state_dict())
+            if token_map is not None and rows:
+                expected["output"] = (1 if shared else heads, rows, hidden_size)
+            checkpoint.require(expected)
             tensors = checkpoint.tensors(expected)
-            if token_map is not None and output and output[0] != size:
+            if token_map is not None and rows != size:  # some files keep unused rows
                 tensors["output"] = tensors["output"][:, token_map]
-            new.to(tensors["weight"].dtype).to_empty(device="cpu")
-            new.token_map = token_map
-            new.load_state_dict(tensors, strict=False)
+            new.to(tensors["weight"].dtype).to_empty(device="cpu").load_state_dict(tensors)
             return new
 
     def save(self, folder: str | Path, format: Format = "medusa", target: PreTrainedModel | None = None) -> None:
@@ -149,8 +142,7 @@ class MedusaHeads(nn.Module):
 
         Raises ValueError for heads that the format cannot represent.
         """
-        heads = self._with_output(target) if self.output is None and format != "medusa" else self
-        base = public_name(target)
+        output = _output_of(target) if self.output is None and format != "medusa" else self.output
         if format == "vllm":
             whole = output_size(target)[0] if target is not None else self.vocab_size
             if self.token_map is not None and target is None:
@@ -163,7 +155,7 @@ class MedusaHeads(nn.Module):
                 "hidden_size": self.hidden_size,
                 "vocab_size": whole,
                 "truncated_vocab_size": self.vocab_size,
-                "original_lm_head": heads.output is not None and len(heads.output) == 1,
+                "original_lm_head": output is not None and len(output) == 1,
                 "medusa_fc_bias": self.bias is not None,
                 "dtype": str(self.weight.dtype).removeprefix("torch."),
             }
@@ -174,28 +166,25 @@ class MedusaHeads(nn.Module):
             config = {
                 "medusa_num_heads": self.heads,
                 "medusa_num_layers": self.layers,
-                "base_model_name_or_path": base,
-                **({"version": "2"} if heads.output is None else {}),
+                "base_model_name_or_path": public_name(target),
+                **({"version": "2"} if output is None else {}),
             }
             layout = _of_authors("", self.layers)
-        held = dict(heads.named_parameters())
-        if heads.output is not None and format != "vllm":
-            held["output"] = heads.output.expand(heads.heads, -1, -1)  # type: ignore[assignment]
-        if heads.token_map is not None:
-            held["token_map"] = heads.token_map  # type: ignore[assignment]
+        held = self.state_dict()
+        if output is not None:
+            held["output"] = output if format == "vllm" else output.expand(self.heads, -1, -1)
         file = {"vllm": "model.safetensors", "medusa-pt": "medusa_lm_head.pt"}.get(format, "medusa_lm_head.safetensors")
         write_head(folder, config, pieces(layout, held), file)
 
-    def _with_output(self, target: PreTrainedModel | None) -> MedusaHeads:
-        """The same heads with a copy of the target's output, one for all of them."""
-        module = None if target is None else target.get_output_embeddings()
-        if module is None:
-            raise ValueError("target: required, because these heads use its output and this format contains it")
-        if getattr(module, "bias", None) is not None:
-            raise ValueError("format: the target's output has a bias, which this format can't hold; use 'medusa'")
-        other = copy.copy(self)
-        other._parameters = {**self._parameters, "output": nn.Parameter(module.weight.detach()[None])}
-        return other
+
+def _output_of(target: PreTrainedModel | None) -> torch.Tensor:
+    """The target's output, [1, V, H], for heads that use it."""
+    module = None if target is None else target.get_output_embeddings()
+    if module is None:
+        raise ValueError("target: required, because these heads use its output and this format contains it")
+    if getattr(module, "bias", None) is not None:
+        raise ValueError("format: the target's output has a bias, which this format can't hold; use 'medusa'")
+    return module.weight.detach()[None]  # type: ignore[no-any-return]
 
 
 def _split(name: str, shape: tuple[int, ...]) -> Parts:
@@ -204,22 +193,20 @@ def _split(name: str, shape: tuple[int, ...]) -> Parts:
     return {".".join((name, *map(str, place))): shape[len(places) :] for place in product(*map(range, places))}
 
 
+def _layout(title: str, block: str, output: str, *read_past: str) -> Layout:
+    """block, output: the stored names of a part of a block, of which head and layer, and of an output."""
+    names = (r"(weight|bias)\.(\d+)\.(\d+)", block), (r"output\.(\d+)", output)
+    return Layout(title, names, read_past, _split)
+
+
 def _of_authors(begin: str, layers: int) -> Layout:
     """begin: of all names. layers: of each head."""
-    names = (
-        (r"(weight|bias)\.(\d+)\.(\d+)", rf"{begin}\3.\2.linear.\1"),
-        (r"output\.(\d+)", rf"{begin}\1.{layers}.weight"),
-    )
-    if begin:
-        return Layout("Medusa-2 heads beside their model", names, (rf"(?!{re.escape(begin)}).*",), _split)
-    return Layout("Medusa heads of their authors", names, split=_split)
+    title = "Medusa-2 heads beside their model" if begin else "Medusa heads of their authors"
+    others = rf"(?!{re.escape(begin)}).*"
+    return _layout(title, rf"{begin}\3.\2.linear.\1", rf"{begin}\1.{layers}.weight", others)
 
 
-_VLLM = Layout(
-    "Medusa heads for vLLM",
-    ((r"(weight|bias)\.(\d+)\.(\d+)", r"blocks.\3.layers.\2.\1"), (r"output\.(\d+)", r"lm_heads.\1.weight")),
-    split=_split,
-)
+_VLLM = _layout("Medusa heads for vLLM", r"blocks.\3.layers.\2.\1", r"lm_heads.\1.weight")
 _COUNTED = {
     r"blocks\.(\d+)\.layers\.(\d+)\.weight": None,
     r"medusa_head\.(\d+)\.(\d+)\.linear\.weight": "medusa_head.",

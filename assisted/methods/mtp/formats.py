@@ -174,17 +174,8 @@ def _checked(path: str | Path, config: Any, hub: Any, headers_only: bool = False
     """The checkpoint with the tensors of its MTP layers alone, their number, and our tensors, of the kind of decoder layer that
     fits best. headers_only: of a Hub id, no weights are downloaded. Raises ValueError where `read_mtp` does."""
     file = gguf.file_of(path)
-    if file is not None:
-        found, number = _in_gguf(file, config)
-    elif headers_only and not Path(zoo.resolve(str(path))).is_dir():
-        folder, tensors = find_folder(path, ["config.json"], **hub), headers(str(path), str(path), "draft", hub)
-        with loading("draft", path):
-            layout, number, names = _require_mtp(folder, _fields(folder), tensors, config)
-        shapes = {name: tuple(tensors[name].shape) for name in names}
-        found = Checkpoint(Path(path), {}, shapes, {}, layout, advice=f". {_ORIGINAL}")
-    else:
-        found, number = _in_folder(path, config, hub)
-    with loading("draft", found.folder):
+    with loading("draft", path):
+        found, number = _in_folder(path, config, hub, headers_only) if file is None else _in_gguf(file, config)
         family: Any = found.layout
         stored, kinds = grouped(found.shapes).keys(), _kinds_of_layers(config)
         expected, width = Parts(), config.hidden_size
@@ -197,23 +188,26 @@ def _checked(path: str | Path, config: Any, hub: Any, headers_only: bool = False
     return found, number, expected
 
 
-def _in_folder(path: str | Path, config: PreTrainedConfig, hub: Mapping[str, Any]) -> tuple[Checkpoint, int]:
+def _in_folder(path: str | Path, config: Any, hub: Mapping[str, Any], headers_only: bool) -> tuple[Checkpoint, int]:
     """The MTP layers in safetensors files. Raises ValueError if there are none, FileNotFoundError for a missing file."""
-    for patterns in (["config.json", SAFE_WEIGHTS_INDEX_NAME], [*UNLISTED], ["config.json", SAFE_WEIGHTS_NAME]):
-        folder = find_folder(path, patterns, **hub)
-        with loading("draft", folder):
-            fields, files = _fields(folder), files_by_tensor(folder)
-            if _located(fields, files, _layout_of(fields, config), config.num_hidden_layers):
-                break
-    with loading("draft", folder):
-        layout, number, names = _require_mtp(folder, fields, files, config)
+    remote = headers_only and not Path(zoo.resolve(str(path))).is_dir()
+    files: Mapping[str, Any]
+    for more in (SAFE_WEIGHTS_INDEX_NAME,), UNLISTED, (SAFE_WEIGHTS_NAME,):
+        folder = find_folder(path, ["config.json", *(() if remote else more)], **hub)
+        files = headers(str(path), str(path), "draft", hub) if remote else files_by_tensor(folder)
+        fields = fields_of(folder / "config.json") if (folder / "config.json").is_file() else {}
+        if remote or _located(fields, files, _layout_of(fields, config), config.num_hidden_layers):
+            break
+    layout, number, names = _require_mtp(folder, fields, files, config)
+    if remote:
+        shapes = {name: tuple(files[name].shape) for name in names}
+        return Checkpoint(Path(path), {}, shapes, {}, layout, advice=f". {_ORIGINAL}"), number
     needed = sorted({files[name] for name in names})
     find_folder(path, needed, **hub)
-    with loading("draft", folder):
-        if missing := [file for file in needed if not (folder / file).is_file()]:
-            raise FileNotFoundError(f"draft: {missing[0]} is missing in {folder}")
-        held = {file: shapes_of(folder / file) for file in needed}
-        shapes = {name: held[files[name]][name] for name in names}
+    if missing := [file for file in needed if not (folder / file).is_file()]:
+        raise FileNotFoundError(f"draft: {missing[0]} is missing in {folder}")
+    held = {file: shapes_of(folder / file) for file in needed}
+    shapes = {name: held[files[name]][name] for name in names}
     places = {name: folder / files[name] for name in names}
     return Checkpoint(folder, fields, shapes, places, layout, advice=f". {_ORIGINAL}"), number
 
@@ -239,10 +233,6 @@ def _in_gguf(file: Path, config: PreTrainedConfig) -> tuple[Checkpoint, int]:
     shapes |= {n: (s[0], s[2], s[1]) for n, s in shapes.items() if n.endswith(".attn_k_b.weight")}
     layout = replace(layout, named=gguf.naming(kind, layers + number), config=config)  # type: ignore[call-arg]
     return Checkpoint(file, {}, shapes, {}, layout, read, f". {_ORIGINAL}"), number
-
-
-def _fields(folder: Path) -> dict[str, Any]:
-    return fields_of(folder / "config.json") if (folder / "config.json").is_file() else {}
 
 
 def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
@@ -303,10 +293,9 @@ def _kinds_of_layers(config: PreTrainedConfig) -> list[Parts]:
     """The shapes of the tensors, as `layer.NAME`, of each kind of decoder layer of a model; nothing is allocated."""
     config = deepcopy(config)
     if config.model_type in BUILT_AS:
-        kind = AutoConfig.for_model(BUILT_AS[config.model_type])
-        names = kind.to_dict().keys() - {"model_type"}
-        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        config = AutoConfig.for_model(kind.model_type, **given)
+        kind = BUILT_AS[config.model_type]
+        names = AutoConfig.for_model(kind).to_dict().keys() - {"model_type"}
+        config = AutoConfig.for_model(kind, **{name: getattr(config, name) for name in names if hasattr(config, name)})
     try:
         with torch.device("meta"):
             layers = AutoModel.from_config(config, trust_remote_code=False).layers

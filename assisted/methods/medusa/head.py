@@ -207,12 +207,8 @@ def _of_authors(begin: str, layers: int) -> Layout:
 
 
 _VLLM = _layout("Medusa heads for vLLM", r"blocks.\3.layers.\2.\1", r"lm_heads.\1.weight")
-_COUNTED = {
-    r"blocks\.(\d+)\.layers\.(\d+)\.weight": None,
-    r"medusa_head\.(\d+)\.(\d+)\.linear\.weight": "medusa_head.",
-    r"(\d+)\.(\d+)\.linear\.weight": "",
-}
-"""Names with the numbers of a head and a layer, and what all names of the authors' layouts begin with; None for vLLM's."""
+_PLACED = re.compile(r"(blocks\.|medusa_head\.|)(\d+)\.(?:layers\.(\d+)|(\d+)\.linear)\.weight")
+"""What a name begins with, and the numbers of a head and a layer, for vLLM and from the authors."""
 
 
 def require_medusa(path: str | Path, target: PreTrainedModel, **hub: Any) -> int:
@@ -234,11 +230,11 @@ def _opened(folder: Path) -> tuple[Checkpoint, int, int]:
     """The checkpoint of heads in its layout, and their number and that of their layers, from the largest indices in names.
     Raises ValueError for more than there are tensors."""
     found = Checkpoint.open(folder, FILES, needs_config=False)
-    named = {begin: [re.fullmatch(pattern, name) for name in found.shapes] for pattern, begin in _COUNTED.items()}
-    begin = next((begin for begin, matches in named.items() if any(matches)), "")
-    places = [match.groups() for match in named[begin] if match]
-    heads, layers = (max((int(place[at]) for place in places), default=0) + 1 for at in (0, 1))
-    found = found.under(_VLLM if begin is None else _of_authors(begin, layers))
+    placed = [match for name in found.shapes if (match := _PLACED.fullmatch(name))]
+    begin = max((match[1] for match in placed), default="")
+    places = [(int(match[2]), int(match[3] or match[4])) for match in placed if match[1] == begin]
+    heads, layers = (max(numbers) + 1 for numbers in zip((0, 0), *places, strict=True))
+    found = found.under(_VLLM if begin == "blocks." else _of_authors(begin, layers))
     if heads * layers > max(1, len(found.shapes)):
         raise ValueError(
             f"draft: {found.file} counts up to {heads} heads of {layers} layers with {len(found.shapes)} tensors; some are "

@@ -18,10 +18,9 @@ from ...core.drafts import Draft, Round
 from ...core.text import Text
 from ...engine.cache import SlotCache
 from ...engine.cross import Encoded
-from ...engine.masks import Masks
 from ...engine.needs import Needs
 from ...engine.parts import unwrapped, with_children
-from ...engine.prepared import CallSettings, PreparedModule
+from ...engine.prepared import CallSettings
 from ...engine.runner import CachedModel
 from ...fast.fused import prepare
 from ..shared.base import Call
@@ -82,10 +81,7 @@ class Pard2Runner(CachedModel):
     """A causal LM with this embedding. Its passes are not captured, because what is added changes."""
 
     is_capturable = False  # type: ignore[assignment]
-
-    def __init__(self, model: PreparedModule, cache: SlotCache, masks: Masks, embedding: Embedding):
-        super().__init__(model, cache, masks)
-        self.embedding = embedding
+    embedding: Embedding
 
 
 class Pard2Drafter(PardDrafter):
@@ -144,7 +140,9 @@ class Pard2Drafter(PardDrafter):
         path = next(name for name, module in model.named_modules() if module is inner)
         embedding = Embedding(inner, cache)
         made = replace(prepared, module=with_children(prepared.module, {tuple(path.split(".")): embedding}))
-        return Pard2Runner(made, cache, self.masks, embedding)
+        runner = Pard2Runner(made, cache, self.masks)
+        runner.embedding = embedding
+        return runner
 
     def start(self, call: Call) -> Pard2Drafting:
         return Pard2Drafting(self, call)

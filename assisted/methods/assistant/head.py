@@ -5,8 +5,6 @@ and `gemma4_unified_assistant` of transformers, whose formula and tensor names t
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +22,8 @@ from ...engine.parts import few_ids, find_layers, unwrapped
 from ...engine.recurrent import slots_for, target_runner
 from ...engine.traits import Traits
 from ...loading.files import loading, require_sizes
-from ..shared.files import Checkpoint, Layout, agreed, find_folder, require_tensors, shapes_by_name, write_head
-from ..shared.heads import Head
+from ..shared.files import Checkpoint, Layout, find_folder, require_tensors, shapes_by_name, write_head
+from ..shared.heads import Head, HeadSizes, rotary_like
 
 __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", "save_assistant", "sources_of"]
 
@@ -34,20 +32,10 @@ KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 _REFUSED = {"muse_glimmer_assistant": "it is a block drafter; write draft='dflash:DIR' with its folder or Hub id"}
 _LAYOUT = Layout("a Gemma 4 assistant")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "layer_types",
-)
-_SAME = ("vocab_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "attention_bias", "sliding_window")
-_KEYS = {name: (name,) for name in (*_SAME, "max_position_embeddings")} | {
-    "width": ("hidden_size",),
-    "kinds": ("layer_types",),
-    "hidden_act": ("hidden_activation",),
-}
+_REQUIRED = {name: name for name in ("vocab_size", "intermediate_size", "num_attention_heads")}
+_REQUIRED |= {"width": "hidden_size", "kinds": "layer_types"}
+_OPTIONAL = {name: name for name in ("rms_norm_eps", "attention_bias", "sliding_window", "max_position_embeddings")}
+_OPTIONAL |= {"hidden_act": "hidden_activation"}
 """The names in a text config of what is in `AssistantConfig`."""
 
 
@@ -68,13 +56,11 @@ class Keys(NamedTuple):
     seen: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class AssistantConfig:
-    """The sizes of an assistant.
+@dataclass(frozen=True, kw_only=True)
+class AssistantConfig(HeadSizes):
+    """The sizes of an assistant. `hidden_size` is Hb, of the states that it takes and returns. Otherwise as `HeadSizes`.
 
     Args:
-        hidden_size: Hb, the target's: of the states that it takes and returns. vocab_size: V.
-        taps: the hidden state that it reads: the output of the target's final norm, whose index is the number of layers.
         kinds: the type of each of its layers.
         width, intermediate_size, num_attention_heads, rms_norm_eps, hidden_act, attention_bias: of its layers. width is H.
         sliding_window: of its layers of type "sliding_attention".
@@ -82,9 +68,6 @@ class AssistantConfig:
         fields: of its config.json.
     """
 
-    hidden_size: int
-    vocab_size: int
-    taps: tuple[int, ...]
     kinds: tuple[str, ...]
     width: int
     intermediate_size: int
@@ -95,30 +78,24 @@ class AssistantConfig:
     hidden_act: str = "gelu_pytorch_tanh"
     attention_bias: bool = False
     sliding_window: int = 512
-    max_position_embeddings: int = 131_072
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], layers: int) -> AssistantConfig:
         """From a config.json. layers: of the target. Raises ValueError for a missing field and for centroids that don't fit."""
-        text, centroids = fields.get("text_config", {}), None
-        for some, names in ((fields, ("backbone_hidden_size",)), (text, _REQUIRED)):
-            if missing := [name for name in names if some.get(name) is None]:
-                raise ValueError(f"draft: the config.json of the assistant lacks {missing[0]}")
+        text, centroids, size = fields.get("text_config", {}), None, "backbone_hidden_size"
+        for name in (size, "num_hidden_layers", *_REQUIRED.values()):
+            if (fields if name == size else text).get(name) is None:
+                raise ValueError(f"draft: the config.json of the assistant lacks {name}")
         if len(text["layer_types"]) != text["num_hidden_layers"]:
             raise ValueError(f"draft: layer_types: {text['layer_types']} for {text['num_hidden_layers']} layers")
         if fields.get("use_ordered_embeddings"):
-            count, chosen = fields.get("num_centroids", 2048), fields.get("centroid_intermediate_top_k", 32)
-            centroids = count, chosen
+            centroids = count, chosen = fields.get("num_centroids", 2048), fields.get("centroid_intermediate_top_k", 32)
             if text["vocab_size"] % count or chosen > count:
                 raise ValueError(
                     f"draft: num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
                 )
-        own = agreed({name: value for name, value in text.items() if value is not None}, _KEYS)
-        return cls(fields["backbone_hidden_size"], taps=(layers,), centroids=centroids, fields=dict(fields), **own)
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
+        own = {ours: text[name] for ours, name in (_REQUIRED | _OPTIONAL).items() if text.get(name) is not None}
+        return cls(hidden_size=fields[size], taps=(layers,), centroids=centroids, fields=dict(fields), **own)
 
     def window(self, kind: str) -> int | None:
         """The sliding window of layers of this type."""
@@ -152,19 +129,14 @@ class AssistantHead(Head):
     def __init__(self, target: PreTrainedModel, fields: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None):
         super().__init__()
         target = unwrapped(target)
-        layers = find_layers(target)
-        self.config = config = AssistantConfig.of(fields, len(layers))
+        self.config = config = AssistantConfig.of(fields, len(find_layers(target)))
         self.sources = sources_of(target, config.kinds)
         if any(config.num_attention_heads % source.heads for source in self.sources.values()):
             raise ValueError(
                 f"its {config.num_attention_heads} attention heads cannot share those of the target's keys"
             )
         self.register_buffer("d2t", None)
-        self.rotary_emb = _rotary(target, layers.path[:-1], fields["text_config"].get("rope_parameters"))
-        several = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
-        self._kinds: dict[str, dict[str, str]] = {
-            kind: {"layer_type": kind} if several else {} for kind in self.sources
-        }
+        self.rotary_emb, self._kinds = rotary_like(target, self.sources, fields["text_config"].get("rope_parameters"))
         for kind, source in self.sources.items():
             turns = self.rotary_emb(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64), **self._kinds[kind])
             if not isinstance(turns, tuple) or turns[0].shape[-1] > source.size:
@@ -180,8 +152,9 @@ class AssistantHead(Head):
         tensors = _initial(self) if tensors is None else _untied(tensors, fields)
         require_tensors(shapes_by_name(tensors), shapes_by_name(self.state_dict()), "it")
         self.load_state_dict(tensors, assign=True)
-        if self.masked_embedding is not None:
-            self.masked_embedding.require_sound()
+        ordering = [] if config.centroids is None else self.masked_embedding.token_ordering.tolist()
+        if sorted(ordering) != list(range(len(ordering))):
+            raise ValueError("draft: masked_embedding.token_ordering does not hold each token once")
         self.eval()
 
     def forward(  # type: ignore[override]
@@ -209,12 +182,8 @@ class AssistantHead(Head):
         return self.masked_embedding(states, weight)  # type: ignore[no-any-return]
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.pre_projection.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.pre_projection.weight.device
+    def fc(self) -> nn.Linear:  # type: ignore[override]
+        return self.pre_projection
 
 
 class _Norm(nn.Module):
@@ -270,12 +239,6 @@ class _Centroids(nn.Module):
         self.count, self.chosen = count, chosen
         self.centroids = nn.Linear(config.width, count, bias=False)
         self.register_buffer("token_ordering", torch.empty(config.vocab_size, dtype=torch.int64))
-
-    def require_sound(self) -> None:
-        """Raise ValueError unless every token has exactly one place."""
-        ordering: Any = self.token_ordering
-        if not torch.equal(ordering.sort().values, torch.arange(len(ordering), device=ordering.device)):
-            raise ValueError("draft: masked_embedding.token_ordering does not hold each token once")
 
     def forward(self, states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[..., H] and the output embedding [V, H] -> logits [..., V]."""
@@ -362,8 +325,8 @@ def load_assistant(path: str | Path, target: PreTrainedModel, **hub: Any) -> Ass
         text = fields.get("text_config")
         if not isinstance(text, dict):
             raise ValueError(f"draft: {folder / 'config.json'} has no text_config")
-        sizes = {"hidden_size": fields.get("backbone_hidden_size")}
-        for name, some in (("text_config", text), ("backbone_hidden_size", sizes)):
+        width = {"hidden_size": fields.get("backbone_hidden_size")}
+        for name, some in (("text_config", text), ("backbone_hidden_size", width)):
             require_sizes(some, shapes, f"{folder / 'config.json'}: {name}", exact=True)
         return AssistantHead(target, fields, found.tensors())
 
@@ -380,19 +343,6 @@ def require_kind(fields: Mapping[str, Any], where: str | Path) -> None:
 def save_assistant(head: AssistantHead, folder: str | Path) -> None:
     """Write an assistant where `load_assistant` finds it."""
     write_head(folder, head.config.fields, head.state_dict())
-
-
-def _rotary(target: PreTrainedModel, path: tuple[str, ...], parameters: Any) -> nn.Module:
-    """The target's rotary embedding, which has turned its keys. parameters: the assistant's `rope_parameters`, None for the
-    target's. Raises ValueError for rotary embeddings of another form."""
-    rotary: Any = getattr(target.get_submodule(".".join(path)), "rotary_emb", None)
-    if rotary is None:
-        raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
-    config = copy.deepcopy(target.config.get_text_config(decoder=True))
-    if parameters is not None:
-        config.rope_parameters = copy.deepcopy(parameters)
-    made: nn.Module = type(rotary)(config)
-    return made
 
 
 def _initial(head: AssistantHead) -> dict[str, torch.Tensor]:

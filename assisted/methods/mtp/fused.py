@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...engine.agreement import agree
 from ...engine.cache import SlotCache
@@ -49,7 +49,7 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other: Any = with_children(head, children)
-    other.in_c = head_in_c(head, children[("layer",)], angles)
+    other.in_c = head_in_c(head, other.layer, angles)
     if other.in_c is not None:
         other.steps_with = other.in_c.steps
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
@@ -62,7 +62,7 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     )
 
 
-def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _in_two_steps(head: MTPHead, embeddings: Tensor, states: Tensor) -> Tensor:
     """A head's states after four columns, [1, 4, H] each. The second step reads the slots of the first, as in a call."""
     cache, made = SlotCache(1, 4), []
     cache.begin_rounds()
@@ -76,13 +76,7 @@ def _in_two_steps(head: MTPHead, embeddings: torch.Tensor, states: torch.Tensor)
 
 
 class HeadInC:
-    """The `forward` of an MTP head in C.
-
-    Args:
-        head: the head.
-        layer: its fused layer, which has a form in C.
-        angles: of its positions.
-    """
+    """The `forward` of an MTP head in C. layer: its fused one, which has a form in C. angles: of its positions."""
 
     def __init__(self, head: MTPHead, layer: Any, angles: Angles):
         norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
@@ -91,13 +85,8 @@ class HeadInC:
         self.layer, self.angles, self.shares_output = layer, angles, head.shares_output
 
     def __call__(
-        self,
-        embeddings: torch.Tensor,
-        states: torch.Tensor,
-        positions: torch.Tensor,
-        mask: torch.Tensor | None,
-        cache: Any,
-    ) -> torch.Tensor | None:
+        self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
+    ) -> Tensor | None:
         """As `MTPHead.forward`; None for columns that cannot run in C."""
         layer = self.layer
         if embeddings.dtype != states.dtype or not delta.fits(states, ()):

@@ -5,9 +5,7 @@ target. FastMTP (2509.18362) drafts several tokens with one, each time from its 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +19,12 @@ from ...engine.needs import find_final_norm
 from ...engine.parts import find_layers, unwrapped
 from ...engine.traits import Traits
 from ..shared.files import require_tensors, shapes_by_name
-from ..shared.heads import Head
+from ..shared.heads import Head, HeadSizes, built, rotary_like
 from .formats import read_mtp, write_mtp
 
 _NORMS = ("embed_norm", "hidden_norm", "end_norm")
 _FULL = ("full_attention", "attention")
 _FEW = 3  # columns of a trial run
-
-
-@dataclass(frozen=True)
-class MTPConfig:
-    """The sizes of a head, which are its target's.
-
-    Args:
-        hidden_size: H. vocab_size: V.
-        taps: the hidden state that it reads: the output of the final norm, whose index is the number of layers.
-        max_position_embeddings: of its layer.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    taps: tuple[int, ...]
-    max_position_embeddings: int
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
 
 
 class MTPHead(Head):
@@ -67,7 +45,7 @@ class MTPHead(Head):
     Raises ValueError for a target whose layers cannot serve, and for a missing, unknown or misshapen tensor.
     """
 
-    config: MTPConfig
+    config: HeadSizes
     title = "MTP head"
     embed_norm: nn.Module
     hidden_norm: nn.Module
@@ -82,14 +60,12 @@ class MTPHead(Head):
         self.layer_config = copy.deepcopy(target.config.get_text_config(decoder=True))
         set_attention(self.layer_config, "sdpa")
         width = self.layer_config.hidden_size
-        self.config = MTPConfig(width, traits.vocabulary, (len(layers),), traits.context)
+        self.config = HeadSizes(
+            hidden_size=width, vocab_size=traits.vocabulary, taps=(len(layers),), max_position_embeddings=traits.context
+        )
         self.register_buffer("d2t", None)
-        rotary: Any = getattr(target.get_submodule(".".join(layers.path[:-1])), "rotary_emb", None)
-        if rotary is None:
-            raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
-        self.rotary_emb = _built(type(rotary), self.layer_config)
-        several = "layer_type" in inspect.signature(rotary.forward).parameters
-        self._kind = {"layer_type": "full_attention"} if several else {}
+        self.rotary_emb, kinds = rotary_like(target, _FULL)
+        self._kind = kinds[_FULL[0]]
         with torch.device("meta"):
             self.layer: Any = _fitting_layer(layers.of(target), self.layer_config, tensors, index)
             self.fc = nn.Linear(2 * width, width, bias=False)
@@ -146,11 +122,8 @@ class MTPHead(Head):
     def require_runs(self) -> None:
         """Raise ValueError if its layer does not run as most layers of transformers do, with keys and values in a cache."""
         kind = type(self.layer).__name__
-        cache, states = (
-            DynamicCache(),
-            torch.ones(2, 1, _FEW, self.config.hidden_size, device=self.device, dtype=self.dtype),
-        )
-        mask = torch.ones(1, 1, _FEW, _FEW, dtype=torch.bool, device=self.device).tril()
+        states = torch.ones(2, 1, _FEW, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        mask, cache = states.new_ones(1, 1, _FEW, _FEW, dtype=torch.bool).tril(), DynamicCache()
         try:
             made = self(*states, attention_mask=mask, cache=cache)
         except Exception as error:
@@ -181,7 +154,7 @@ class SequentialMTP(Head):
     Raises ValueError for one layer, and for one with an output embedding.
     """
 
-    config: MTPConfig
+    config: HeadSizes
     title = "MTP head"
     shares_output = True
     needs_mask = True
@@ -288,31 +261,21 @@ def save_mtp(head: MTPHead | SequentialMTP, folder: str | Path) -> None:
     write_mtp(head.tensors() if isinstance(head, SequentialMTP) else [head.tensors()], head.layer_config, folder)
 
 
-def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor], place: int) -> nn.Module:
+def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor], place: int) -> Any:
     """A layer as the target's last one with full attention; as its first one if only that has the head's tensors, because the
     last layers of a target may have experts and its head none. own: the target's layers. place: of its keys in a cache."""
     names = {name.removeprefix("layer.") for name in tensors if name.startswith("layer.")}
-    found = []
+    found: list[Any] = []
     for index in (full_attention(config)[-1], full_attention(config)[0]):
-        made = _built(type(own[index]), config, index)
+        made = built(type(own[index]), config, index)
         if dict(made.named_children()).keys() != dict(own[index].named_children()).keys():
             raise ValueError(f"target: {type(made).__name__} cannot be built from a config and an index alone")
         found.append(made)
     layer = found[1] if found[1].state_dict().keys() == names else found[0]
-    parts: Iterable[Any] = layer.modules()
-    for part in parts:
+    for part in layer.modules():
         if hasattr(part, "layer_idx"):
             part.layer_idx = place
     return layer
-
-
-def _built(kind: Any, *args: Any) -> nn.Module:
-    """A module of a target's class."""
-    try:
-        made: nn.Module = kind(*args)
-    except Exception as error:
-        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
-    return made
 
 
 def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:

@@ -3,7 +3,10 @@ states (`EagleHead`, `MTPHead`, `SequentialMTP`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +14,27 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from ...engine.kept import over_all
-from ...engine.parts import device_of
+from ...engine.parts import device_of, find_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """The sizes of a head that reads the target's last states.
+
+    Args:
+        hidden_size: H, the target's. vocab_size: V.
+        taps: the hidden state that it reads: the output of the final norm, whose index is the number of layers.
+        max_position_embeddings: of its layers.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    taps: tuple[int, ...]
+    max_position_embeddings: int = 131_072
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.hidden_size
 
 
 class StateHead(nn.Module):
@@ -141,3 +164,29 @@ class Head(StateHead):
         per layer. last_only: return only the last column's states, [B, 1, H].
         """
         raise NotImplementedError
+
+
+def rotary_like(
+    target: PreTrainedModel, kinds: Iterable[str], parameters: Any = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A rotary embedding as the target's layers share, and what it takes besides positions, by the type of a layer.
+
+    kinds: those types. parameters: its `rope_parameters`, None for the target's. Raises ValueError for a target without one.
+    """
+    own = getattr(target.get_submodule(".".join(find_layers(target).path[:-1])), "rotary_emb", None)
+    if own is None:
+        raise ValueError(f"target: {type(target).__name__} has no rotary embedding that its layers share")
+    config = copy.deepcopy(target.config.get_text_config(decoder=True))
+    if parameters is not None:
+        config.rope_parameters = copy.deepcopy(parameters)
+    several = "layer_type" in inspect.signature(own.forward).parameters
+    return built(type(own), config), {kind: {"layer_type": kind} if several else {} for kind in kinds}
+
+
+def built(kind: Any, *args: Any) -> nn.Module:
+    """A module of a target's class. Raises ValueError if these arguments do not make one."""
+    try:
+        made: nn.Module = kind(*args)
+    except Exception as error:
+        raise ValueError(f"target: {kind.__name__} cannot be built ({type(error).__name__}: {error})") from error
+    return made

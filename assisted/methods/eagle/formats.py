@@ -132,11 +132,9 @@ def checked_values(found: Checkpoint, target_layers: int, *inner: str) -> dict[s
                 raise ValueError(f"draft: {where}: {wrong[0]}: {part[wrong[0]]!r} is not {said}")
     # a head may have no tensor of its vocabulary's size, which is compared with the target's
     size = given.get("vocab_size")
-    others = {name: value for name, value in given.items() if name != "vocab_size"}
-    for name, other in (("draft_vocab_size", size), ("num_hidden_layers", target_layers)):
-        if others.get(name) == other:
-            others.pop(name, None)
-    require_sizes(others, found.shapes, where, exact=True)
+    others = {"vocab_size": size, "draft_vocab_size": size, "num_hidden_layers": target_layers}
+    own = {name: value for name, value in given.items() if name not in others or value != others[name]}
+    require_sizes(own, found.shapes, where, exact=True)
     require_sizes({"vocab_size": size}, {}, where, exact=True)
     return given
 

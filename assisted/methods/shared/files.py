@@ -60,7 +60,7 @@ class Layout:
 
     def parts(self, name: str, shape: Sequence[int]) -> Parts:
         """What is stored of one of our tensors."""
-        parts = {name: tuple(shape)} if self.split is None else self.split(name, tuple(shape))
+        parts = self.split(name, tuple(shape)) if self.split else {name: tuple(shape)}
         return {self.stored(part): size for part, size in parts.items()}
 
     def all_parts(self, shapes: Shapes) -> Parts:
@@ -98,11 +98,11 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path, names: Sequence[str] = FILES, needs_config: bool = True) -> Checkpoint:
         """The first of these files that exists, or all files of an index. Raises ValueError for a missing or broken one."""
-        has_config = (folder / "config.json").is_file()
-        if needs_config and not has_config:
+        config = folder / "config.json"
+        if needs_config and not config.is_file():
             raise ValueError(f"draft: {folder} holds no config.json")
         try:
-            fields = fields_of(folder / "config.json") if has_config else {}
+            fields = fields_of(config) if config.is_file() else {}
             found = [folder / name for name in names if (folder / name).is_file()][:1]
             if not found and (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
                 found = [folder / name for name in sorted(set(files_by_tensor(folder).values()))]
@@ -247,12 +247,11 @@ def require_tensors(found: Shapes, expected: Shapes, where: str | Path) -> None:
     Raises ValueError with the name of the first tensor that is missing, and of the first that is unknown or misshapen.
     """
     differing = {"lacks": expected.keys() - found.keys(), "has an unknown": found.keys() - expected.keys()}
-    problems = [
+    if problems := [
         f"{problem} tensor {min(names)}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
         for problem, names in differing.items()
         if names
-    ]
-    if problems:
+    ]:
         raise ValueError(f"draft: {where} {' and '.join(problems)}")
     for name, shape in expected.items():
         if tuple(found[name]) != tuple(shape):
@@ -395,15 +394,13 @@ def _named(tokens: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.bool).index_fill(0, tokens.cpu(), True)
 
 
-def write_head(
-    folder: str | Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str = FILES[0]
-) -> None:
+def write_head(folder: str | Path, fields: Any, tensors: Mapping[str, Tensor], file: str = FILES[0]) -> None:
     """Write config.json and the tensors; a file that is not safetensors is pickled."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", fields)
+    path = Path(folder) / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path.with_name("config.json"), fields)
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    if file.endswith(".safetensors"):
-        save_file(held, folder / file, metadata={"format": "pt"})
+    if path.suffix == ".safetensors":
+        save_file(held, path, metadata={"format": "pt"})
     else:
-        torch.save(held, folder / file)
+        torch.save(held, path)

@@ -118,9 +118,7 @@ class StateHead(nn.Module):
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., Vd] -> [..., V], minus infinity for tokens that the head cannot draft."""
-        if self.d2t is None:
-            return logits
-        return over_all(logits, self.draft_tokens, self.config.vocab_size)
+        return logits if self.d2t is None else over_all(logits, self.draft_tokens, self.config.vocab_size)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> StateHead:
         """Move and cast; buffers stay float32: the frequencies of rotary embeddings, and what routers add to their scores."""
@@ -128,8 +126,7 @@ class StateHead(nn.Module):
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             place, _, own = name.rpartition(".")
-            module = self.get_submodule(place)
-            setattr(module, own, buffer.to(getattr(module, own).device))
+            setattr(self.get_submodule(place), own, buffer.to(self.get_buffer(name).device))
         return self
 
 

@@ -68,8 +68,7 @@ def load_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockHe
     Raises ValueError for a drafter of another kind or made for a target of other sizes, and for a missing, unknown or misshapen
     tensor, with its name and the layout that fits best.
     """
-    copies = ("embed_tokens.weight", "lm_head.weight")
-    return load_head(path, target, BlockHead, _opened, hub, copies)  # type: ignore[no-any-return]
+    return load_head(path, target, BlockHead, _opened, hub, ("embed_tokens.weight", "lm_head.weight"))
 
 
 def require_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> BlockConfig:
@@ -78,7 +77,7 @@ def require_block(path: str | Path, target: PreTrainedModel, **hub: Any) -> Bloc
 
     Raises ValueError where `load_block` does, except for what only the weights show.
     """
-    return require_head(path, target, BlockHead, _opened, hub)  # type: ignore[no-any-return]
+    return require_head(path, target, BlockHead, _opened, hub)
 
 
 def is_block(fields: Mapping[str, Any], folder: Path) -> bool:

@@ -54,8 +54,7 @@ class BlockRunner(HeadRunner):
         """The pass over a block itself. ids: [B, block_size] int64."""
         cache, ids = self.cache, self.cache.of_running(ids)
         cache.place(ids.shape[1], self.device)
-        slots = torch.arange(cache.top, device=self.device)
-        known = cache.ends(self.device)
+        slots, known = torch.arange(cache.top, device=self.device), cache.ends(self.device)
         seen = cache.hide_padding(slots < known + ids.shape[1])
         return cache.spread(self._block(ids, known, seen, slots, cache.of_running(self.first)))
 

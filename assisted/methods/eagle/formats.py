@@ -86,7 +86,7 @@ def load_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> EagleHe
     Raises ValueError for a head made for a target of other sizes, and for a missing, unknown or misshapen tensor, with its
     name and the layout that fits best.
     """
-    return files.load_head(path, target, EagleHead, _opened, hub, ("lm_head.weight",))  # type: ignore[no-any-return]
+    return files.load_head(path, target, EagleHead, _opened, hub, ("lm_head.weight",))
 
 
 def require_eagle(path: str | Path, target: PreTrainedModel, **hub: Any) -> None:
@@ -243,11 +243,10 @@ def layer_of(given: Mapping[str, Any], kind: str, theta: float = 10000.0) -> dic
     made = CONFIGS[kind](**{name: given[name] for name in LAYER_FIELDS if name in given})
     types = given.get("layer_types", [])
     rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
-    rope_type = rope.pop("type", "default")
     theta = float(rope.get("rope_theta", given.get("rope_theta", theta)))
     return {
         **{name: getattr(made, name) for name in LAYER_FIELDS},
-        "rope": {"rope_type": rope_type, **rope, "rope_theta": theta},
+        "rope": {"rope_type": rope.pop("type", "default"), **rope, "rope_theta": theta},
         **({"layer_types": tuple(types), "sliding_window": given.get("sliding_window")} if SLIDING in types else {}),
     }
 

@@ -31,10 +31,8 @@ _NO_FORM = "its layer, its norms or its output have no form in C"
 
 def source_of(head: Any) -> Source:
     """Everything a fused head is made from; it stays valid while this is the same."""
-    on_host = head.device.type == "cpu"
-    return Source(
-        Modules.of(head.modules()), Weights.of(head.parameters(), on_host), Weights.of(head.buffers(), on_host)
-    )
+    weights = (Weights.of(held, head.device.type == "cpu") for held in (head.parameters(), head.buffers()))
+    return Source(Modules.of(head.modules()), *weights)
 
 
 @functools.singledispatch

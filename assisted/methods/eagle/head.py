@@ -65,8 +65,7 @@ class EagleHead(Head):
             if config.norm_before_fc:
                 self.input_norm = LlamaRMSNorm(fused, eps=config.rms_norm_eps)
             if config.fc_norm:
-                norms = [LlamaRMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(taps)]
-                self.fc_norm = nn.ModuleList(norms)
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(target_width, eps=config.rms_norm_eps) for _ in range(taps))
             if config.mask_token_id is not None:
                 self.mask_hidden = nn.Parameter(torch.zeros(1, 1, fused))  # stands for the features of unknown tokens
             self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
@@ -129,9 +128,8 @@ class _FusedLayer(nn.Module):
         super().__init__()
         self.self_attn = layer.self_attn
         for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=config.qkv_bias)
-            setattr(self.self_attn, name, wide)
+            size = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, size, bias=config.qkv_bias))
         self.mlp: nn.Module = layer.mlp
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm: nn.Module = layer.input_layernorm

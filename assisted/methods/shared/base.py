@@ -23,7 +23,7 @@ from ...engine.runner import CachedModel
 from ...engine.traits import Traits
 from ...lengths.base import DraftLength, Length
 from ...loading.files import inside
-from .files import stored_numbers
+from .files import Checkpoint, find_folder
 from .room import Room
 
 __all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
@@ -292,7 +292,9 @@ class HeadSpec(Spec):
 
     def memory(self, room: Room) -> dict[str, int]:
         path = getattr(self, "path", None)
-        return {self.title: stored_numbers(path) * room.dtype.itemsize} if isinstance(path, str) else {}
+        if not isinstance(path, str):
+            return {}
+        return {self.title: Checkpoint.open(find_folder(path)).numbers * room.dtype.itemsize}
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
         drafter.save(path)

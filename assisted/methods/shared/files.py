@@ -224,11 +224,6 @@ def public_name(target: PreTrainedModel | None) -> str | None:
     return None if Path(name).exists() else name
 
 
-def stored_numbers(path: str | Path) -> int:
-    """How many numbers the heads at a path have, from the headers of their files."""
-    return Checkpoint.open(find_folder(path)).numbers
-
-
 def shapes_by_name(tensors: Mapping[str, Tensor]) -> Parts:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
@@ -343,12 +338,10 @@ def _fitting(folder: Path, target: PreTrainedModel, kind: Any, opened: Opened) -
     """
     found, config = opened(folder, target)
     wanted, size, width = target.config.get_text_config(decoder=True), config.vocab_size, config.target_hidden_size
-    for said, given, own in (
-        ("a vocabulary of {}; the target's has {}", size, wanted.vocab_size),
-        ("hidden states of width {}; the target's have {}", width, wanted.hidden_size),
-    ):
-        if given != own:
-            raise ValueError(f"draft: {folder} was made for {said.format(given, own)}")
+    if size != wanted.vocab_size:
+        raise ValueError(f"draft: {folder} was made for a vocabulary of {size}; the target's has {wanted.vocab_size}")
+    if width != (own := wanted.hidden_size):
+        raise ValueError(f"draft: {folder} was made for hidden states of width {width}; the target's have {own}")
     if min(config.taps) < 1 or max(config.taps) > wanted.num_hidden_layers:
         raise ValueError(
             f"draft: {folder} reads the hidden states {config.taps}; those of the target are 1 .. {wanted.num_hidden_layers}"

@@ -141,17 +141,15 @@ class HeadRunner(Runner):
         def read(rows: list[int], first: int) -> torch.Tensor:
             columns = torch.arange(first, width, device=self.device)
             seen = None
-            if cache.visible is not None:
-                hidden = cache.visible[rows, first:].to(self.device)
-                seen = F.pad(hidden, (0, len(columns) - hidden.shape[1]), value=True)[:, None]
+            if cache.visible is not None and not (shown := cache.visible[rows, first:].to(self.device)).all():
+                shown = F.pad(shown, (0, len(columns) - shown.shape[1]), value=True)[:, None, None]
                 # padding attends to itself: attention to nothing is NaN
-                own = columns == columns[:, None]
-                seen = None if bool(hidden.all()) else ((columns <= columns[:, None]) & seen) | own
+                seen = ((columns <= columns[:, None]) & shown) | (columns == columns[:, None])
             own_counts = [counts[row] - first for row in rows]
             last_only = self.prepared.last_only and min(own_counts) == len(columns)
             positions = (columns + self.first[rows]).clamp(min=0)
             given = self.head.embed(tokens[rows, first:], self.target), states[rows, first:], positions
-            made = self.head(*given, None if seen is None else seen[:, None], cache, last_only)
+            made = self.head(*given, seen, cache, last_only)
             return made if last_only else _last(made, own_counts)[:, None]
 
         state = self.by_groups(width, read)[:, 0]
@@ -202,10 +200,10 @@ class HeadRunner(Runner):
         is_simple = cache.visible is None and (width == cache.top or width == len(slots) == 1)
         if self.head.needs_mask or not is_simple:
             seen = torch.arange(cache.top, device=self.device) <= slots[:, :, None]
-        if seen is not None and cache.visible is not None:
-            # padding attends to itself: attention to nothing is NaN
-            seen = cache.hide_padding(seen).scatter_(2, slots[:, :, None], True)
-        return cache.spread(self.head(*given, None if seen is None else seen[:, None], cache))
+            if cache.visible is not None:  # padding attends to itself: attention to nothing is NaN
+                seen = cache.hide_padding(seen).scatter_(2, slots[:, :, None], True)
+            seen = seen[:, None]
+        return cache.spread(self.head(*given, seen, cache))
 
     def static_forward(self, inputs: Inputs) -> torch.Tensor:
         """As `Runner`, for chains only."""

@@ -106,9 +106,4 @@ class BlockConfig(HeadConfig):
 
     def of_layer(self) -> Qwen3Config:
         """transformers' config of the decoder layers."""
-        return Qwen3Config(
-            **{name: getattr(self, name) for name in LAYER_FIELDS},
-            rope_parameters=dict(self.rope),
-            attention_bias=self.bias,
-            tie_word_embeddings=False,
-        )
+        return self._of_layer("qwen3", attention_bias=self.bias)

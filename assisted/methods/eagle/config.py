@@ -108,6 +108,10 @@ class HeadConfig:
         """Whether any layer has a sliding window."""
         return SLIDING in self.kinds
 
+    def _of_layer(self, kind: str, **fields: Any) -> Any:
+        same = {name: getattr(self, name) for name in LAYER_FIELDS}
+        return CONFIGS[kind](**same, rope_parameters=dict(self.rope), tie_word_embeddings=False, **fields)
+
 
 @dataclass(frozen=True)
 class EagleConfig(HeadConfig):
@@ -184,12 +188,7 @@ class EagleConfig(HeadConfig):
 
     def of_layer(self) -> LlamaConfig | Qwen3Config:
         """transformers' config of the decoder layers."""
-        config = CONFIGS[self.layer](
-            **{name: getattr(self, name) for name in LAYER_FIELDS},
-            rope_parameters=dict(self.rope),
-            attention_bias=self.qkv_bias,
-            tie_word_embeddings=False,
-            **({"mlp_bias": self.mlp_bias} if self.layer == "llama" else {}),
-        )
+        more = {"mlp_bias": self.mlp_bias} if self.layer == "llama" else {}
+        config = self._of_layer(self.layer, attention_bias=self.qkv_bias, **more)
         set_attention(config, "sdpa")
         return config

@@ -26,10 +26,9 @@ _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "d
 _MUSE = "muse_glimmer_assistant"
 _MARKS = ("DFlash", "DSpark", "Domino", "JetSpec")  # in the architectures of a block drafter
 _REFUSED = {
-    **{
-        f"(?i).*{kind}": f"it is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
-        for kind in ("Domino", "JetSpec", "Laguna", "DFlare")
-    },
+    f"(?i).*{kind}": f"it is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
+    for kind in ("Domino", "JetSpec", "Laguna", "DFlare")
+} | {
     r"mtp\.|dspark_block_size$": "it holds the DSpark drafter of DeepSeek-V4-Flash (mtp.*), which cannot be read: its layers "
     "are not Qwen3's",
 }

@@ -53,10 +53,9 @@ class HeadSteps:
 
     def _fits(self, states: torch.Tensor, stores: Sequence[torch.Tensor]) -> bool:
         """Whether columns can run in C."""
-        kinds = {states.dtype, *(store.dtype for store in stores)}
-        is_plain = states.is_cpu and all(store.is_contiguous() for store in stores)
+        fit = all(store.dtype == self.steps.dtype and store.is_contiguous() for store in stores)
         few = states.shape[1] <= native.AT_ONCE and not torch.compiler.is_compiling()
-        return kinds == {self.steps.dtype} and is_plain and few
+        return states.dtype == self.steps.dtype and states.is_cpu and fit and few
 
     def _place(
         self, states: torch.Tensor, cache: SlotCache, first: int, width: int

@@ -30,8 +30,7 @@ __all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", 
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types that are read."""
 _REFUSED = {"muse_glimmer_assistant": "it is a block drafter; write draft='dflash:DIR' with its folder or Hub id"}
-_LAYOUT = Layout("a Gemma 4 assistant")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL, _SLIDING, _WIDTH = "full_attention", "sliding_attention", "backbone_hidden_size"
 _REQUIRED = {name: name for name in ("vocab_size", "intermediate_size", "num_attention_heads")}
 _REQUIRED |= {"width": "hidden_size", "kinds": "layer_types"}
 _OPTIONAL = {name: name for name in ("rms_norm_eps", "attention_bias", "sliding_window", "max_position_embeddings")}
@@ -82,9 +81,9 @@ class AssistantConfig(HeadSizes):
     @classmethod
     def of(cls, fields: Mapping[str, Any], layers: int) -> AssistantConfig:
         """From a config.json. layers: of the target. Raises ValueError for a missing field and for centroids that don't fit."""
-        text, centroids, size = fields.get("text_config", {}), None, "backbone_hidden_size"
-        for name in (size, "num_hidden_layers", *_REQUIRED.values()):
-            if (fields if name == size else text).get(name) is None:
+        text, centroids = fields.get("text_config", {}), None
+        for name in (_WIDTH, "num_hidden_layers", *_REQUIRED.values()):
+            if (fields if name == _WIDTH else text).get(name) is None:
                 raise ValueError(f"draft: the config.json of the assistant lacks {name}")
         if len(text["layer_types"]) != text["num_hidden_layers"]:
             raise ValueError(f"draft: layer_types: {text['layer_types']} for {text['num_hidden_layers']} layers")
@@ -95,7 +94,7 @@ class AssistantConfig(HeadSizes):
                     f"draft: num_centroids: {count} don't divide {text['vocab_size']} tokens, or are fewer than {chosen}"
                 )
         own = {ours: text[name] for ours, name in (_REQUIRED | _OPTIONAL).items() if text.get(name) is not None}
-        return cls(hidden_size=fields[size], taps=(layers,), centroids=centroids, fields=dict(fields), **own)
+        return cls(hidden_size=fields[_WIDTH], taps=(layers,), centroids=centroids, fields=dict(fields), **own)
 
     def window(self, kind: str) -> int | None:
         """The sliding window of layers of this type."""
@@ -296,7 +295,7 @@ def fields_for(target: PreTrainedModel, layers: int = 4, **sizes: Any) -> dict[s
         "num_attention_heads": getattr(config, "num_attention_heads", 1),
         **sizes,
     }
-    return {"model_type": KINDS[0], "backbone_hidden_size": config.hidden_size, "text_config": text}
+    return {"model_type": KINDS[0], _WIDTH: config.hidden_size, "text_config": text}
 
 
 def types_of(config: Any) -> list[str]:
@@ -319,15 +318,13 @@ def load_assistant(path: str | Path, target: PreTrainedModel, **hub: Any) -> Ass
     """
     folder = find_folder(path, **hub)
     with loading("draft", folder):
-        found = Checkpoint.open(folder, (SAFE_WEIGHTS_NAME,)).under(_LAYOUT)
-        fields, shapes = found.fields, found.shapes
+        found = Checkpoint.open(folder, (SAFE_WEIGHTS_NAME,)).under(Layout())
+        fields, text = found.fields, found.fields.get("text_config")
         require_kind(fields, folder)
-        text = fields.get("text_config")
         if not isinstance(text, dict):
             raise ValueError(f"draft: {folder / 'config.json'} has no text_config")
-        width = {"hidden_size": fields.get("backbone_hidden_size")}
-        for name, some in (("text_config", text), ("backbone_hidden_size", width)):
-            require_sizes(some, shapes, f"{folder / 'config.json'}: {name}", exact=True)
+        for name, some in (("text_config", text), (_WIDTH, {"hidden_size": fields.get(_WIDTH)})):
+            require_sizes(some, found.shapes, f"{folder / 'config.json'}: {name}", exact=True)
         return AssistantHead(target, fields, found.tensors())
 
 

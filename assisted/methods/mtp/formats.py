@@ -237,14 +237,12 @@ def _in_gguf(file: Path, config: PreTrainedConfig) -> tuple[Checkpoint, int]:
 
 def _announced(fields: Mapping[str, Any]) -> tuple[str, int]:
     """How many MTP layers a config announces, and where; ("", 0) for none."""
-    text = fields.get("text_config")
-    parts = [fields, text if isinstance(text, dict) else {}]
+    parts = [part for part in (fields, fields.get("text_config")) if isinstance(part, dict)]
     found = [(name, n) for part in parts for name in COUNTS if type(n := part.get(name)) is int and 0 < n <= _MOST]
     return max(found, key=lambda at: at[1], default=("", 0))
 
 
 def _layout_of(fields: Mapping[str, Any], config: PreTrainedConfig) -> MTPLayout | None:
-    """By config.json and the target's text config."""
     return SPECULATORS if fields.get("speculators_model_type") == "mtp" else FAMILIES.get(config.model_type)
 
 

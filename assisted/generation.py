@@ -216,7 +216,9 @@ class Generation:
             warn_plain(f"the prompt is longer than the target's context of {context} tokens")
         seconds = now(call.target.device) - started
         self.recorder.read_prompt(seconds)
-        call.length.prompt_read(call.text.room - 1, seconds, call.target.passes.rounding(call.text.rows))
+        room = call.text.room - 1
+        # a draft reads a prompt that is no longer than the answer may be without being asked what that costs
+        call.length.prompt_read(room, seconds if longest > room else 0.0, call.target.passes.rounding(call.text.rows))
         drafting = call.drafting() if self.asks.drafts else call.guarded(None)
         with call.distribution.matching(call.text):
             decode(call.target, drafting, call.text, call.distribution, call.length, logits, self.recorder)

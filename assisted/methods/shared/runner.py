@@ -315,8 +315,9 @@ class LevelReader(NodeReader):
             self.top = None if found is None else found[0]
         if self.top is None:
             return None
-        sure, tokens = self.top.cpu().chunk(2, -1)  # one copy
-        return sure.tolist(), tokens.long().tolist()
+        rows, half = self.top.tolist(), self.top.shape[-1] // 2
+        sure = [[of_node[:half] for of_node in row] for row in rows]
+        return sure, [[[int(token) for token in of_node[half:]] for of_node in row] for row in rows]
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         return self.runner.head.over_all(logits)

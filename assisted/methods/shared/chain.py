@@ -13,32 +13,22 @@ from ...core.host import on_device
 from ...core.text import Text
 from ...distribution import probabilities
 from ...engine.kept import Entries
-from ...engine.passes import Runner
 from ...engine.runner import CachedModel
-from ...lengths.base import Length
-from .base import Call, Drafting
+from .base import Call
+from .captured_chain import CapturedChain
 
 
-class ChainDrafting(Drafting):
+class ChainDrafting(CapturedChain):
     """A drafting that chooses one token after the other with the call's distribution."""
 
     def __init__(self, call: Call):
         self.call, self.entries = call, Entries()  # entries: of the logits in `draft_chain`
         self.broken: torch.Tensor | None = None  # one bool: the last round had NaN logits; read in the next one
 
-    def readable(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids as the model reads them."""
-        return ids
-
     def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
         """[..., V'] logits of the model -> [..., V], on the text's device. What one of the two lacks is never drafted."""
         logits, missing = logits.to(text.ids.device), self.size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits  # may truncate
-
-    @functools.cached_property
-    def size(self) -> int:
-        """Vocabulary size of the target, which may be resized between calls."""
-        return self.call.vocab_size
 
     def runs_again(self, position: int) -> bool:
         """Whether to run the model for one more token, at `position`. Asked before its forward pass."""
@@ -90,64 +80,6 @@ class ChainDrafting(Drafting):
         possible = found[:, : len(tokens)].isfinite().cumprod(1).sum(1)
         lengths = possible.minimum(on_device(wanted_of, text.ids.device))
         return Draft(torch.cat(tokens, 1), lengths, torch.stack(distributions, 1) if distributions else None)
-
-    def chain_at_once(
-        self,
-        runner: Runner,
-        ids: torch.Tensor,
-        counts: list[int],
-        budget: int,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> tuple[Draft, list[torch.Tensor]] | None:
-        """`draft_chain` of a model that has not read the last committed tokens, in one captured function; None where that is
-        not possible. Nothing is committed.
-
-        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. Returns what the captured
-        function returns besides, too.
-        """
-        count, key = self.count_ahead(budget), self.call.distribution.of_logits
-        if count is None or key is None:
-            return None
-        key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
-        function = functools.partial(self._at_once, count, logits)
-        found = runner.passes.chain(runner, ids, counts, count - 1, key, function)
-        if found is None:
-            return None
-        tokens, lengths, self.broken, *more = found
-        q = more.pop(0) if self.call.distribution.do_sample else None
-        return Draft(tokens, lengths, q), more
-
-    def _at_once(
-        self,
-        count: int,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        output: torch.Tensor,
-        read: Callable[[torch.Tensor], torch.Tensor],
-    ) -> list[torch.Tensor]:
-        """Tokens, [B, count], the draft's lengths, [B], whether there was NaN, [], and q if tokens are drawn."""
-        distribution = self.call.distribution
-        tokens: list[torch.Tensor] = []
-        best, distributions = [], []
-        while True:
-            scores = distribution.scores_of(self.entries.logits(logits(output)))
-            score, token = scores.max(-1, keepdim=True)
-            if distribution.do_sample:
-                q = probabilities(scores)
-                token = acceptance.sample(q)[:, None]
-                distributions.append(self.entries.q(q))
-            best.append(score)
-            tokens.append(self.entries.tokens(token))
-            if len(tokens) == count:
-                break
-            output = read(self.readable(tokens[-1]))
-        found = torch.cat(best, 1)
-        made = [torch.cat(tokens, 1), found.isfinite().cumprod(1).sum(1), found.isnan().any()]
-        return [*made, torch.stack(distributions, 1)] if distributions else made
-
-    def count_ahead(self, budget: int) -> int | None:
-        """How many tokens a draft has, if that does not depend on what is drafted; None otherwise."""
-        length = self.call.length
-        return None if length.needs_q or type(length).run_again is not Length.run_again else budget
 
     def chain_of(
         self,

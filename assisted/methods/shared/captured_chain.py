@@ -1,0 +1,91 @@
+"""A whole chain of drafted tokens as one captured function: what a GPU replays in place of one step after the other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ...core import acceptance
+from ...core.drafts import Draft
+from ...distribution import probabilities
+from ...engine.kept import Entries
+from ...engine.passes import Runner
+from ...lengths.base import Length
+from .base import Call, Drafting
+
+
+class CapturedChain(Drafting):
+    """A drafting whose chains of a known length may be captured. The attributes are those of `ChainDrafting`."""
+
+    call: Call
+    entries: Entries
+    broken: torch.Tensor | None
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Vocabulary size of the target, which may be resized between calls."""
+        return self.call.vocab_size
+
+    def readable(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's ids as the model reads them."""
+        return ids
+
+    def chain_at_once(
+        self,
+        runner: Runner,
+        ids: torch.Tensor,
+        counts: list[int],
+        budget: int,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[Draft, list[torch.Tensor]] | None:
+        """`draft_chain` of a model that has not read the last committed tokens, in one captured function; None where that is
+        not possible. Nothing is committed.
+
+        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. Returns what the captured
+        function returns besides, too.
+        """
+        count, key = self.count_ahead(budget), self.call.distribution.of_logits
+        if count is None or key is None:
+            return None
+        key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
+        function = functools.partial(self._at_once, count, logits)
+        found = runner.passes.chain(runner, ids, counts, count - 1, key, function)
+        if found is None:
+            return None
+        tokens, lengths, self.broken, *more = found
+        q = more.pop(0) if self.call.distribution.do_sample else None
+        return Draft(tokens, lengths, q), more
+
+    def _at_once(
+        self,
+        count: int,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        output: torch.Tensor,
+        read: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Tokens, [B, count], the draft's lengths, [B], whether there was NaN, [], and q if tokens are drawn."""
+        distribution = self.call.distribution
+        tokens: list[torch.Tensor] = []
+        best, distributions = [], []
+        while True:
+            scores = distribution.scores_of(self.entries.logits(logits(output)))
+            score, token = scores.max(-1, keepdim=True)
+            if distribution.do_sample:
+                q = probabilities(scores)
+                token = acceptance.sample(q)[:, None]
+                distributions.append(self.entries.q(q))
+            best.append(score)
+            tokens.append(self.entries.tokens(token))
+            if len(tokens) == count:
+                break
+            output = read(self.readable(tokens[-1]))
+        found = torch.cat(best, 1)
+        made = [torch.cat(tokens, 1), found.isfinite().cumprod(1).sum(1), found.isnan().any()]
+        return [*made, torch.stack(distributions, 1)] if distributions else made
+
+    def count_ahead(self, budget: int) -> int | None:
+        """How many tokens a draft has, if that does not depend on what is drafted; None otherwise."""
+        length = self.call.length
+        return None if length.needs_q or type(length).run_again is not Length.run_again else budget

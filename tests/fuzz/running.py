@@ -317,7 +317,7 @@ def _compare(
     # `generate`. The pair returns what the page of transformers promises: the model's own
     aliased = not bits and "in place" in call.arguments.get("processors", ())
     for name in ("scores",) if aliased else ("scores", "logits"):
-        if call.arguments.get(f"output_{name}") and keeps and (bits or alone.dtype == torch.float32):
+        if call.arguments.get(f"output_{name}") and keeps and (bits or dtype == torch.float32):
             close = 0.0 if bits else CLOSE
             _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome, close)
     if "embeds" in call.arguments or call.arguments.get("num_return_sequences", 1) > 1:

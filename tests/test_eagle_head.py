@@ -38,6 +38,19 @@ def given(head):
 
 
 @torch.no_grad()
+def test_attention_reads_the_embedding_before_the_state():
+    """The first half of its inputs, as in EAGLE-3's code (2503.01840): where those weights are 0, embeddings change nothing."""
+    target = pair()[0]
+    head = random_head(target, 3)
+    attention, half = head.layers[0].self_attn, head.config.hidden_size
+    states, *embeddings = torch.randn(3, 1, 5, half)
+    assert not torch.equal(*(head(one, states) for one in embeddings))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        getattr(attention, name).weight[:, :half] = 0
+    assert torch.equal(*(head(one, states) for one in embeddings))
+
+
+@torch.no_grad()
 def test_a_sliding_window_is_a_mask_of_the_last_positions():
     """As speculators/models/eagle3/attention.py (2026-08-20) has it: a key is seen if it is later than `query - window`."""
     target = pair()[0]

@@ -318,7 +318,9 @@ def _compare(
     aliased = not bits and "in place" in call.arguments.get("processors", ())
     for name in ("scores",) if aliased else ("scores", "logits"):
         if call.arguments.get(f"output_{name}") and keeps and (bits or dtype == torch.float32):
-            close = 0.0 if bits else CLOSE
+            # a temperature divides scores, and what rounding has made of them
+            heat = min(1.0, call.arguments.get("temperature", 1.0)) if name == "scores" else 1.0
+            close = 0.0 if bits else CLOSE / heat
             _same_details(call, name, plain[0][name], assisted[0][name], first[:, prompt:], outcome, close)
     if "embeds" in call.arguments or call.arguments.get("num_return_sequences", 1) > 1:
         talk.caches = (None, None)  # which have read on

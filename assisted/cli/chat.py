@@ -123,6 +123,7 @@ class _Chat:
         if not file:
             raise ValueError("/save: give the name of a file")
         Path(file).write_text(json.dumps(self.conversation.messages, indent=1) + "\n", encoding="utf-8")
+        note(f"[{len(self.conversation.messages)} messages are in {file} now.]")
 
     def do_load(self, file: str) -> None:
         if not file:
@@ -131,6 +132,7 @@ class _Chat:
             self.conversation.restore(json.loads(Path(file).read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"/load: {file} has no saved conversation ({error})") from error
+        note(f"[The conversation has the {len(self.conversation.messages)} messages of {file}.]")
 
     def do_more(self, _: str) -> None:
         self._answer("/more", self.conversation.more)

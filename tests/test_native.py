@@ -54,14 +54,31 @@ CONFIGS: dict[str, Any] = {
     ),
 }
 WEIGHTS = {bits: PackedConfig(int(bits), input_bits=given) for bits, given in ((8, 16), (8.8, 8), (4, 16), (4.8, 8))}
-BITS = [32, 16, 8, 8.8, 4, 4.8]  # 32: everything in float32; 8.8 and 4.8: inputs of 8 bits, too
+IN_PLACE = 32.5, 16.5
+# 32: everything in float32; 32.5 and 16.5: weights are read where the model has them; 8.8 and 4.8: inputs of 8 bits, too
+BITS = [32, 16, *IN_PLACE, 8, 8.8, 4, 4.8]
 KINDS = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
 # of a row that has read seven tokens: the last of them, and five nodes
 PARENTS = torch.tensor([[-1, 0, 0, -1, 3]])
 
 
+def of_weight(module: nn.Linear, bits: float) -> native.NativeProduct:
+    """The product with a weight of 16 or 32 bits."""
+    weight = F.pad(module.weight, (0, -module.in_features % native.GROUP))
+    parts = [weight[:17], weight[17:]] if bits in IN_PLACE else native.packed(weight)
+    return native.NativeProduct(parts, weight.shape[1], int(bits))
+
+
+@pytest.fixture(autouse=True)
+def _too_large_for_copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = getattr(request.node, "callspec", None)
+    if given is not None and given.params.get("bits") in IN_PLACE:
+        monkeypatch.setattr(fused, "may_copy", lambda parameters: False)
+
+
 PRODUCTS: dict[float, Any] = {
-    16: lambda module: native.NativeProduct(native.packed(module.weight), module.in_features, 16),
+    16: lambda module: of_weight(module, 16),
+    16.5: lambda module: of_weight(module, 16.5),
     8: lambda module: low_bit(module, 8, 16).native_product,
     8.8: lambda module: low_bit(module, 8, 8).native_product,
     4: lambda module: low_bit(module, 4, 16).native_product,
@@ -85,7 +102,7 @@ def built(name: str, bits: float = 16) -> Any:
         if parameter.dim() == 1:
             nn.init.normal_(parameter, 1.0 if "norm" in name_ else 0.0, 0.2)
     with_own_epsilons(model)
-    model = model if bits == 32 else model.to(torch.bfloat16)
+    model = model if bits >= 32 else model.to(torch.bfloat16)
     return model if bits >= 16 else quantize_copy(model, WEIGHTS[bits])
 
 
@@ -106,13 +123,13 @@ def runner(model: Any, rows: int = 1) -> CachedModel:
 def test_products(bits: float, outputs: int, inputs: int) -> None:
     """Compared in float64 with the weight that the product's own columns of the unit matrix show."""
     torch.manual_seed(1)
-    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    dtype = torch.float32 if bits >= 32 else torch.bfloat16
     module = nn.Linear(inputs, outputs, bias=False).to(dtype)
     columns = F.pad(torch.randn(21, inputs), (0, -inputs % 32)).to(dtype)
     turned = copy.deepcopy(module)  # whose weight lies the other way around
     turned.weight.data = turned.weight.data.t().contiguous().t()
     if bits >= 16:
-        product, weight = native.NativeProduct(native.packed(module.weight), columns.shape[1], int(bits)), module.weight
+        product, weight = of_weight(module, bits), module.weight
     else:
         low = low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
         assert isinstance(low, NativeLinear) and low.input_bits == (16 if bits in (8, 4) else 8)
@@ -127,22 +144,23 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
         read = ((read.view(21, -1, 32) / steps).round() * steps).view(21, -1)
     expected = read[:, :inputs] @ weight.double().t()
     # a weight of 4 bits that is shown has been rounded to bfloat16
-    assert (made - expected).abs().max() < (2**-20 if bits == 32 else 2**-6) * expected.abs().max()
+    assert (made - expected).abs().max() < (2**-20 if bits >= 32 else 2**-6) * expected.abs().max()
     for some in range(1, 21):
         assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
     many = columns.repeat(14, 1)[:289]  # more than are computed together
     assert torch.equal(product(many)[:, :outputs].double(), made.repeat(14, 1)[:289])
-    if bits < 16:
-        again = PRODUCTS[bits](turned)
-    else:
-        again = native.NativeProduct(native.packed(turned.weight), columns.shape[1], int(bits))
+    if bits in IN_PLACE:
+        with pytest.raises(ValueError, match="rows"):
+            native.NativeProduct([module.weight.t()], outputs, int(bits))
+        return
+    again = of_weight(turned, bits) if bits >= 16 else PRODUCTS[bits](turned)
     assert torch.equal(again(columns)[:, :outputs].double(), made)
 
 
 @needed
 @pytest.mark.skipif("amx_int8" not in native.processor_flags(), reason="this processor has no AMX")
-@pytest.mark.parametrize("bits", [16, 8, 8.8, 4, 4.8])
+@pytest.mark.parametrize("bits", [16, 16.5, 8, 8.8, 4, 4.8])
 @torch.no_grad()
 def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a system that grants no tiles."""
@@ -230,12 +248,17 @@ def test_other_processors_round_to_the_nearest_number() -> None:
 @torch.no_grad()
 def test_columns_that_lie_apart(bits: float) -> None:
     """The last columns of a batch's rows, from which an output head computes the logits after a prompt."""
-    dtype = torch.float32 if bits == 32 else torch.bfloat16
+    dtype = torch.float32 if bits >= 32 else torch.bfloat16
     module = nn.Linear(64, 64, bias=bits >= 16).to(dtype)
-    run = products.PackedLinear.of(module) if bits >= 16 else low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
+    copied = bits not in IN_PLACE
+    run = (
+        products.PackedLinear.of(module, copied)
+        if bits >= 16
+        else low_bit(module, int(bits), 16 if bits in (8, 4) else 8)
+    )
     whole = torch.randn(3, 7, 64).to(dtype)
     assert torch.equal(run(whole[:, -1:]), run(whole)[:, -1:])
-    joined = products.Product([run] if bits < 16 else [module], True)
+    joined = products.Product([run] if bits < 16 else [module], copied)
     assert joined.native is not None
     assert torch.equal(joined(whole[:, -1:]), joined(whole)[:, -1:])
 
@@ -290,6 +313,33 @@ def test_a_bias_that_changes_is_added_as_it_is_now(bits: float, copied: bool, mo
 
 
 @needed
+@pytest.mark.parametrize("bits", IN_PLACE)
+@torch.no_grad()
+def test_weights_in_place_are_read_as_they_are_now(bits: float) -> None:
+    """Without a copy of a matrix; a matrix may be written or replaced, and so may a bias, which is copied."""
+    model, ids = built("wide heads, biases", bits), ids_of(12)
+    made = fused.fused(model)
+    layer = model.model.layers[0]
+    assert made.copied == () and all(own.native is not None for own in made.module.model.layers)
+    assert fused.fused(model).module.model.layers is made.module.model.layers
+    for change in (
+        lambda: layer.mlp.up_proj.weight.data.mul_(-1.5),
+        lambda: setattr(layer.mlp.down_proj.weight, "data", -layer.mlp.down_proj.weight.data),
+        lambda: setattr(layer.self_attn, "o_proj", copy.deepcopy(layer.self_attn.o_proj)),
+        lambda: layer.self_attn.o_proj.weight.data.neg_(),
+        lambda: layer.self_attn.v_proj.bias.data.neg_(),
+        lambda: layer.input_layernorm.weight.data.neg_(),
+    ):
+        change()
+        with torch.no_grad():
+            found, expected = fused.fused(model).module(input_ids=ids).logits, model(input_ids=ids).logits
+        assert agree(found, expected, model.dtype)
+    read = fused.fused(model).module.model.layers[0].native.products[2]
+    addresses = {layer.mlp.gate_proj.weight.data_ptr(), layer.mlp.up_proj.weight.data_ptr()}
+    assert read.in_place and addresses < set(read.held[-3].tolist())
+
+
+@needed
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
@@ -321,12 +371,12 @@ def test_layers_are_the_models(name: str, bits: float, monkeypatch: pytest.Monke
     # a prompt is read layer by layer, the last one for keys and values, then for one column; other passes are one call
     assert calls == [1, 1, 1, 2, 2, 2]
     assert agree(found[1], found[0], model.dtype)
-    if bits == 32:
+    if bits >= 32:
         assert torch.allclose(found[1], found[0], atol=2e-6)
 
 
 @needed
-@pytest.mark.parametrize("bits", [32, 16, 4.8])
+@pytest.mark.parametrize("bits", [32, 16, 16.5, 4.8])
 @torch.no_grad()
 def test_a_whole_model_is_one_call(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the logits of its parts, to the bit; also beside the same model whose norm after the layers is tapped."""
@@ -641,5 +691,5 @@ def test_text_of_a_pair(name: str, bits: float) -> None:
     ids = ids_of(20, 2)
     made = [pair.generate(ids, max_new_tokens=24, do_sample=False, draft_length=length) for length in (1, 3, 7)]
     assert all(torch.equal(made[0], other) for other in made)
-    if bits == 32:
+    if bits >= 32:
         assert torch.equal(made[0], target.generate(ids, max_new_tokens=24, do_sample=False))

@@ -35,7 +35,7 @@ from .families import is_fusible, layers_of, path_of
 from .layers import FusedLayer, FusedMLP, fused_layer, is_float, of_mixer, of_mlp
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .norms import Called, norm_of
-from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, size_of_copies
+from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, reads_in_place, size_of_copies
 from .shared import Angles, Shared
 from .sources import Modules, Source, Weights
 from .together import layers_at_once, model_at_once
@@ -84,7 +84,7 @@ def prepare(
             made = fuse(model, trusted)
         else:
             made = PreparedModule(model, is_own=trusted.is_own)
-        could = settings.mode == "auto" and (made.copied or made.low_bit_bytes)
+        could = settings.mode == "auto" and (made.module is not model or made.low_bit_bytes)
         if could and (told := native.lacking(why_not_in_c(model, made.low_bit_bytes > 0))) is not None:
             settings.note(told)
         settings.read = None  # whatever runs from here on may change weights
@@ -266,12 +266,13 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: 
         return None
     wide = {name: module for name, module in model.named_modules() if PackedLinear.gains(module)}
     weights = [module.weight for module in wide.values()]
-    if not wide or not may_copy(weights):
+    copied = may_copy(weights)
+    if not wide or not (copied or reads_in_place(wide.values())):
         return None
     return _Fusion(
         next(iter(wide.values())),
-        _source(list(wide.values()), weights, True, trusted, read),
-        lambda: {tuple(name.split(".")): PackedLinear.of(module) for name, module in wide.items()},
+        _source(list(wide.values()), weights, copied, trusted, read),
+        lambda: {tuple(name.split(".")): PackedLinear.of(module, copied) for name, module in wide.items()},
         False,
     )
 

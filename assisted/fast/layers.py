@@ -24,7 +24,7 @@ from .delta import NativeMixer
 from .families import is_fusible, width_of
 from .fixed_width import FixedColumns
 from .norms import Called, GatedNorm, Norm, norm_of, plus_product
-from .products import PackedLinear, Product
+from .products import PackedLinear, Product, reads_in_place
 from .shared import Shared, slots_of_layer
 
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
@@ -267,7 +267,7 @@ class FusedLayer(FusedMLP):
             or cache.start is not None
             or not isinstance(cache.places, slice)
             or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
-            or (hidden_states.dtype == torch.float32 and rows * width > native.FLOAT32_COLUMNS and not cache.alike)
+            or (self.native is not None and rows * width > self.native.most and not cache.alike)
         ):
             return None
         layer, like = cache.layer(self.index), hidden_states.new_empty(rows, self.key_heads, 0, self.head_size)
@@ -350,7 +350,9 @@ def of_mlp(layer: Any) -> list[list[Any]]:
 
 def packed_inside(module: nn.Module, copied: bool) -> nn.Module:
     """The same module with faster products in it."""
-    wide = {
-        tuple(name.split(".")): m for name, m in module.named_modules() if copied and name and PackedLinear.gains(m)
+    wide: dict[tuple[str, ...], Any] = {
+        tuple(name.split(".")): own
+        for name, own in module.named_modules()
+        if name and PackedLinear.gains(own) and (copied or reads_in_place([own]))
     }
-    return with_children(module, {path: PackedLinear.of(own) for path, own in wide.items()})  # type: ignore[arg-type]
+    return with_children(module, {path: PackedLinear.of(own, copied) for path, own in wide.items()})

@@ -245,6 +245,7 @@ typedef struct {
     const uint8_t *weights; /* of two tiles after two tiles, see `native.py` */
     const float *scales;    /* [outputs], of 8 bits only */
     const float *bias;      /* [outputs], or NULL */
+    const number *const *rows; /* [outputs], weights of 32 or 16 bits where the model has them; NULL if they are packed */
     int64_t outputs;        /* a multiple of 32 */
     int64_t inputs;         /* a multiple of 32 */
     int64_t bits;           /* 32 of float32; 16, 8 or 4 of bfloat16 */
@@ -684,6 +685,11 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
             continue;
         }
         Expanded *own = (Expanded *)scratch + g;
+        if (p->rows) { /* of each two vectors, numbers at even places before those at odd ones */
+            for (int i = 0; i < GROUP; i++)
+                own->inputs[i / (2 * WIDE) * 2 * WIDE + i % 2 * WIDE + i % (2 * WIDE) / 2] = number_of(x[g * GROUP + i]);
+            continue;
+        }
         vec sum = all(0);
         UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
             const vec found = expanded(x + g * GROUP + i);
@@ -729,6 +735,97 @@ INLINE void finish(const Product *p, vec sum, int64_t at, const number *residual
 INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
     const int64_t bytes = p->bits == 4 ? p->inputs / GROUP * BYTES4 : p->inputs * TILES * TILE * p->bits / 8;
     return p->weights + first / (TILES * TILE) * bytes;
+}
+
+/* ---- Products with rows of weights where the model has them ---- */
+
+/* STREAMS: of rows that a thread reads at a time, each in the order of memory. SOME: columns whose sums with these fit in the
+   registers. EACH: rows of a stream whose sums are vectors at a time. */
+enum { STREAMS = 4, SOME = WIDE == 16 ? 6 : 2, EACH = WIDE / STREAMS };
+typedef vec Parts[STREAMS][EACH]; /* sums of a column, each of one row */
+
+/* The sums of EACH rows of each stream, from output `at` of the first one on. */
+INLINE void sums_of_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
+    const int64_t apart = p->outputs / STREAMS;
+    for (int i = 0; i < EACH; i++) {
+        const number *row[STREAMS];
+        vec sums[STREAMS][SOME];
+        UNROLLED for (int s = 0; s < STREAMS; s++) {
+            row[s] = p->rows[at + i + s * apart];
+            UNROLLED for (int c = 0; c < columns; c++) sums[s][c] = all(0);
+        }
+#ifdef FLOAT32
+        for (int64_t k = 0; k < p->inputs; k += WIDE) {
+            vec weight[STREAMS];
+            UNROLLED for (int s = 0; s < STREAMS; s++) weight[s] = wide(row[s] + k);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const vec one = wide(x + c * p->inputs + k);
+                UNROLLED for (int s = 0; s < STREAMS; s++) sums[s][c] = plus_product(sums[s][c], weight[s], one);
+            }
+        }
+#elif defined(DOTS)
+        for (int64_t k = 0; k < p->inputs; k += GROUP) {
+            __m512bh weight[STREAMS];
+            UNROLLED for (int s = 0; s < STREAMS; s++) weight[s] = (__m512bh)_mm512_loadu_si512(row[s] + k);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const __m512bh one = (__m512bh)_mm512_loadu_si512(x + c * p->inputs + k);
+                UNROLLED for (int s = 0; s < STREAMS; s++) sums[s][c] = (vec)_mm512_dpbf16_ps((__m512)sums[s][c], weight[s], one);
+            }
+        }
+#else
+        const Expanded *own = of_groups;
+        for (int64_t k = 0; k < p->inputs; k += 2 * WIDE) {
+            words pair[STREAMS];
+            UNROLLED for (int s = 0; s < STREAMS; s++) memcpy(pair + s, row[s] + k, sizeof *pair);
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const float *one = own[(c * p->inputs + k) / GROUP].inputs + k % GROUP;
+                UNROLLED for (int s = 0; s < STREAMS; s++) {
+                    sums[s][c] = plus_product(sums[s][c], (vec)(pair[s] << 16), wide(one));
+                    sums[s][c] = plus_product(sums[s][c], (vec)(pair[s] & 0xffff0000), wide(one + WIDE));
+                }
+            }
+        }
+#endif
+        UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) parts[c][s][i] = sums[s][c];
+    }
+}
+
+#define ROWS(columns)                                           \
+    case columns:                                               \
+        sums_of_rows(parts, p, at, x, of_groups, columns);      \
+        break;
+
+static void some_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
+    switch (columns) {
+        ROWS(1) ROWS(2)
+#if WIDE == 16
+        ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#endif
+    }
+}
+
+/* A tile of each stream from output `first` of the first one on, of at most MOST columns, which take `apart` numbers of `of_groups`
+   each. residual: added to the rounded result, or NULL. */
+static void tile_of_streams(
+    const Product *p, int64_t first, const number *x, const float *of_groups, int64_t apart, const number *residual, number *y,
+    int columns) {
+    float found[MOST][STREAMS][TILE];
+    for (int64_t at = first; at < first + TILE; at += EACH) {
+        Parts parts[MOST];
+        for (int c = 0, left = (columns + SOME - 1) / SOME; left; left--) {
+            const int some = (columns - c + left - 1) / left;
+            some_rows(parts + c, p, at, x + c * p->inputs, of_groups + c * apart, some);
+            c += some;
+        }
+        for (int c = 0; c < columns; c++) {
+            const vec sums = sums_of(parts[c][0]);
+            for (int s = 0; s < STREAMS; s++) memcpy(found[c][s] + at - first, (const float *)&sums + s * EACH, EACH * sizeof(float));
+        }
+    }
+    for (int c = 0; c < columns; c++) for (int s = 0; s < STREAMS; s++) for (int t = 0; t < TILE; t += WIDE) {
+        const int64_t at = first + s * p->outputs / STREAMS + t, to = c * p->outputs + at;
+        finish(p, wide(found[c][s] + t), at, residual ? residual + to : NULL, y + to);
+    }
 }
 
 /* Two tiles from output `first` on, of at most MOST columns. residual: added to the rounded result, or NULL. */
@@ -790,7 +887,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         groups_of(p, x, 0, n * groups, scratch = own);
     }
 #ifdef TILED
-    if (p->input_bits == 16 || (p->bits == 4 && n > ALONE)) {
+    if (!p->rows && (p->input_bits == 16 || (p->bits == 4 && n > ALONE))) {
         for (int64_t c = 0; c < n; c += BLOCKS * TILE) {
             const int64_t to = c * p->outputs, columns = n - c < BLOCKS * TILE ? n - c : BLOCKS * TILE;
             configure(columns < TILE ? (int)columns : TILE, p->input_bits == 8);
@@ -804,13 +901,17 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         return;
     }
 #endif
+    const int64_t outputs = TILE * (p->rows ? STREAMS : TILES);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p->outputs / (TILE * TILES); t++)
+    for (int64_t t = 0; t < p->outputs / outputs; t++)
         for (int64_t c = 0, left = (n + MOST - 1) / MOST; left; left--) {
             const int64_t to = c * p->outputs, columns = (n - c + left - 1) / left; /* about as many each time */
-            two_tiles(
-                p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups * numbers, residual ? residual + to : NULL, y + to,
-                (int)columns);
+            const number *given = x + c * p->inputs, *added = residual ? residual + to : NULL;
+            const float *own = scratch + c * groups * numbers;
+            if (p->rows)
+                tile_of_streams(p, t * TILE, given, own, groups * numbers, added, y + to, (int)columns);
+            else
+                two_tiles(p, t * TILE * TILES, given, own, added, y + to, (int)columns);
             c += columns;
         }
 }
@@ -1193,7 +1294,7 @@ int64_t move(
 /* Sizes and offsets of the structs, which `structs.py` mirrors in this order. */
 #define AT(type, field) offsetof(type, field)
 const int64_t layout[] = {
-    sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, outputs), AT(Product, inputs),
+    sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, rows), AT(Product, outputs), AT(Product, inputs),
     AT(Product, bits), AT(Product, input_bits),
     sizeof(Layer), AT(Layer, heads), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, before_attention),
     AT(Layer, before_mlp), AT(Layer, query_norm), AT(Layer, key_norm), AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads),

@@ -17,6 +17,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 import warnings
@@ -44,13 +45,15 @@ _COMPILER = (
 )
 DTYPES = torch.bfloat16, torch.float32
 GROUP = 32  # inputs that share a scale and a zero point; inputs are padded to a multiple
-OUTPUTS = 32  # outputs are padded to a multiple
+OUTPUTS = 32  # outputs of packed weights are padded to a multiple,
+STREAMED = 64  # and those of weights that are read where they are
 TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
 FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
 WIDEST = 256  # the largest head size
 _BYTES = {32: 4096, 16: 2048, 8: 1024, 4: 640}  # of a group of inputs for `OUTPUTS`, by the bits of a weight
 MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
+IN_PLACE_COLUMNS = 128  # the same where weights are read where the model has them
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 _AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
@@ -244,11 +247,6 @@ def _compile(compiler: str, given: list[str], file: Path) -> None:
         partial.replace(file)  # another process loads the whole file or none
 
 
-def most_of(dtype: torch.dtype) -> int:
-    """The most columns of numbers of a dtype for which these are the fastest products."""
-    return FLOAT32_COLUMNS if dtype == torch.float32 else MOST
-
-
 def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether products and layers in C of a dtype run here; compiles them if that has not been done."""
     return dtype in DTYPES and loaded(dtype)[0] is not None
@@ -293,6 +291,14 @@ def packed_4(steps: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> 
 def _padded(weight: torch.Tensor) -> torch.Tensor:
     outputs, inputs = weight.shape
     return F.pad(weight.contiguous(), (0, -inputs % GROUP, 0, -outputs % OUTPUTS))
+
+
+def _addresses(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where the rows of weights, [out, in] each, lie; filled up to a multiple of `STREAMED` with the first one's."""
+    if any(part.stride(1) != 1 or not part.is_cpu or part.shape[1] % GROUP for part in weights):
+        raise ValueError(f"code in C takes rows of a multiple of {GROUP} numbers that lie together on a CPU")
+    rows = [part.data_ptr() + part.itemsize * part.stride(0) * torch.arange(len(part)) for part in weights]
+    return F.pad(torch.cat(rows), (0, -sum(map(len, rows)) % STREAMED), value=weights[0].data_ptr())
 
 
 _LINE, _PAGE, _PIECE = 64, 2 << 20, 32 << 20
@@ -346,10 +352,11 @@ def end_to_end(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 class NativeProduct:
-    """A product with a weight in the kernels' layout.
+    """A product with a weight in the kernels' layout, or of float32 or bfloat16 where the model has it.
 
     Args:
-        weights: of `packed` and the like, with 32, 16, 8 or 4 bits.
+        weights: of `packed` and the like, with 32, 16, 8 or 4 bits; or a list of [out, inputs] whose outputs are concatenated,
+            read where they are, in numbers that lie together along inputs.
         inputs: padded to a multiple of `GROUP`.
         bits: 32 for products of float32; 16, 8 or 4 for those of bfloat16.
         scales: of 8 bits, [out] float32.
@@ -360,22 +367,29 @@ class NativeProduct:
 
     def __init__(
         self,
-        weights: torch.Tensor,
+        weights: torch.Tensor | Sequence[torch.Tensor],
         inputs: int,
         bits: int,
         scales: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         input_bits: int = 16,
     ):
-        self.inputs, self.outputs = inputs, OUTPUTS * len(weights)
+        packed = weights if isinstance(weights, torch.Tensor) else None
+        self.held: tuple[Any, ...] = () if packed is not None else tuple(part.detach() for part in weights)
+        rows = None if packed is not None else _addresses(self.held)
+        self.inputs, self.outputs = inputs, OUTPUTS * len(weights) if rows is None else len(rows)
         self.dtype = torch.float32 if bits == 32 else torch.bfloat16
         self.library = loaded(self.dtype)[0]
+        self.in_place = packed is None
+        self.most = IN_PLACE_COLUMNS if self.in_place else FLOAT32_COLUMNS if bits == 32 else MOST
+        """The most columns for which this is the fastest product."""
         full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
-        self.held = weights, *full
+        self.held += packed, rows, *full
         blocks = self.outputs // OUTPUTS * (inputs // GROUP)
         addresses = (
-            pointer(weights, torch.uint8, blocks * _BYTES[bits]),
+            pointer(packed, torch.uint8, blocks * _BYTES[bits]),
             *(pointer(p, torch.float32, self.outputs) for p in full),
+            pointer(rows, torch.int64, self.outputs),
         )
         self.struct = Product(*addresses, self.outputs, inputs, bits, input_bits)
 
@@ -420,6 +434,9 @@ class NativeLayer:
         heads, output, _, down = self.products = products
         self.norms = [None if norm is None else norm.detach().contiguous() for norm in norms]
         self.dtype, self.library = heads.dtype, heads.library
+        limited = self.dtype == torch.float32 or any(product.in_place for product in products)
+        self.most = min(product.most for product in products) if limited else sys.maxsize
+        """The most columns of a prompt for which this is the fastest layer."""
         hidden, inner = output.outputs, down.inputs
         # of the buffer for a column, and the widest input
         self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)

@@ -95,6 +95,19 @@ def _runs_in_c(inputs: int, dtype: torch.dtype) -> bool:
     return inputs % native.GROUP == 0 and native.is_available(dtype)
 
 
+def reads_in_place(modules: Iterable[nn.Module]) -> bool:
+    """Whether a product of linear modules runs in C from their weights, where these are."""
+    weights: list[Any] = [getattr(module, "weight", None) for module in modules if type(module) is nn.Linear]
+    return bool(weights) and all(
+        not is_wrapper_subclass(weight)
+        and weight.is_cpu
+        and weight.dtype == weights[0].dtype
+        and weight.stride(1) == 1
+        and _runs_in_c(weight.shape[1], weight.dtype)
+        for weight in weights
+    )
+
+
 def _packed(weight: torch.Tensor) -> torch.Tensor:
     """A weight, [out, in], in oneDNN's layout and in the dtype of copies."""
     made: torch.Tensor = pack_for_onednn(weight.detach().to(copied_in(weight.dtype)), _HINT)
@@ -151,7 +164,8 @@ def _width(columns: int) -> int:
 
 
 class Product:
-    """The concatenated outputs of several linear modules for one input; one product if their weights may be copied.
+    """The concatenated outputs of several linear modules for one input; one product if their weights may be copied, or where C
+    reads them in place.
 
     in_8_bits: in C, round weights and inputs of bfloat16 to 8 bits, as a draft may.
     """
@@ -173,22 +187,31 @@ class Product:
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
-        if not copied or len(linear) < len(modules) or len(biases) not in (0, len(linear)):
+        if len(linear) < len(modules) or len(biases) not in (0, len(linear)):
+            return
+        if not copied and not reads_in_place(linear):
+            return
+        if biases:
+            self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
+        if not copied:
+            weights, self.outputs = [module.weight for module in linear], sum(module.out_features for module in linear)
+            given = weights, linear[0].in_features, 8 * weights[0].dtype.itemsize
+            self.native = native.NativeProduct(*given, bias=None if self.bias is None else self.bias.float())
+            self.most = self.native.most
             return
         # a single weight is not copied unless it is repacked
         weight = linear[0].weight if len(linear) == 1 else torch.cat([module.weight.detach() for module in linear])
-        if biases:
-            self.bias = biases[0] if len(biases) == 1 else torch.cat([bias.detach() for bias in biases])
         self.entries, self.large, self.outputs = weight.numel(), weight.numel() >= _LARGE, len(weight)
         if _runs_in_c(weight.shape[1], weight.dtype):
             bias, bits = None if self.bias is None else self.bias.float(), 8 * weight.dtype.itemsize
             if in_8_bits and weight.dtype == torch.bfloat16:
                 levels, scales = eight_bits(weight.detach().float())
-                given = native.packed_8(levels), weight.shape[1], 8, scales.float(), bias, 8
-                self.native = native.NativeProduct(*given)
+                self.native = native.NativeProduct(
+                    native.packed_8(levels), weight.shape[1], 8, scales.float(), bias, input_bits=8
+                )
             else:
                 self.native = native.NativeProduct(native.packed(weight), weight.shape[1], bits, bias=bias)
-            self.most = native.most_of(weight.dtype)
+            self.most = self.native.most
             return
         if packs(weight.dtype):
             self.packed = _packed(weight)
@@ -246,10 +269,10 @@ class PackedLinear(nn.Linear):
     product: Product
 
     @staticmethod
-    def of(module: nn.Linear, in_8_bits: bool = False) -> PackedLinear:
-        """The same module, whose weight may be copied. in_8_bits: see `Product`."""
+    def of(module: nn.Linear, copied: bool = True, in_8_bits: bool = False) -> PackedLinear:
+        """The same module. copied: its weight may be copied. in_8_bits: see `Product`."""
         other: Any = object.__new__(PackedLinear)
-        other.__dict__ = {**module.__dict__, "product": Product([module], True, in_8_bits)}
+        other.__dict__ = {**module.__dict__, "product": Product([module], copied, in_8_bits)}
         return other
 
     @staticmethod

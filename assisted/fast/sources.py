@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..engine.libraries import int_product
+from ..engine.libraries import int_product, is_wrapper_subclass
 from ..engine.trust import Code, code_of
 
 _PART = 2**26  # words that are read at once, on devices other than a CPU
@@ -36,15 +36,19 @@ class Weights:
 
     tensors: tuple[torch.Tensor, ...]
     checksums: tuple[torch.Tensor, ...] | None
+    places: tuple[Any, ...] = ()
+    """Of tensors on a CPU whose values were not copied: where they lie, or the values of a vector, which may have been."""
 
     @staticmethod
     @torch.no_grad()
     def of(tensors: Iterable[torch.Tensor], copied: bool, read: Weights | None = None) -> Weights:
-        """copied: also compare values, otherwise only the identity of the tensors. read: weights that were read just now, whose
-        checksums need not be computed again."""
+        """copied: also compare values, otherwise the identity of the tensors and where they lie. read: weights that were read
+        just now, whose checksums need not be computed again."""
         held = tuple(tensors)
         if not copied:
-            return Weights(held, None)
+            return Weights(
+                held, None, tuple(_place(one) for one in held if not is_wrapper_subclass(one) and one.is_cpu)
+            )
         known = {} if read is None else dict(zip(map(id, read.tensors), read.checksums or (), strict=False))
         return Weights(held, tuple(known[id(one)] if id(one) in known else checksum(one.detach()) for one in held))
 
@@ -52,8 +56,21 @@ class Weights:
         """Whether a copy made from one is valid for the other."""
         if not identical(self.tensors, other.tensors) or (self.checksums is None) != (other.checksums is None):
             return False
+        if len(self.places) != len(other.places) or not all(map(_same_place, self.places, other.places)):
+            return False
         # `.data` may have been replaced by one of another shape
         return self.checksums is None or all(map(torch.equal, self.checksums, other.checksums or ()))
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    if tensor.dim() < 2:
+        return tensor.detach().clone()
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _same_place(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if both else one == other
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

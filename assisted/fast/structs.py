@@ -73,7 +73,7 @@ def _offsets(struct: type[ctypes.Structure]) -> list[int]:
 
 class Product(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("weights", "scales", "bias")),
+        *((name, c_void_p) for name in ("weights", "scales", "bias", "rows")),
         *((name, c_int64) for name in ("outputs", "inputs", "bits", "input_bits")),
     )
 

@@ -6,7 +6,10 @@ import random
 import resource
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from shared import FOLDER, Case, Section, Worker, about, opened
@@ -14,6 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import assisted.zoo
 from assisted import AssistedModelForCausalLM
+from assisted.engine.cache import SlotCache
+from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Traits
+from assisted.fast import fused, products
+from assisted.lab.bench.clock import turns
 from assisted.lab.plan import plan as planned
 from assisted.loading.gguf import load_model, unmarked
 from assisted.loading.packed import PackedConfig
@@ -223,3 +231,84 @@ fills the context up to 32 tokens. glibc returns freed memory to the system at o
 
 def _after(load, name, between):
     return f"{between}{load[name]}" if name in load else ""
+
+
+IN_PLACE = {
+    "a copy": {},
+    "the model's own weights": {"may_copy": False},
+    "torch's products": {"may_copy": False, "reads_in_place": False},
+}
+"""What products are computed from, and how that is arranged."""
+COLUMNS = 1, 5, 8
+
+
+def passes(shape, chosen):
+    """A function that times passes over some columns, in milliseconds, of a target with random weights of a shape; without
+    arguments, it returns the peak of memory in sizes of the target."""
+    torch.manual_seed(0)
+    fields = {**SHAPES[shape], "max_position_embeddings": 4096}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.bfloat16
+    ).eval()
+    size = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
+    gc.collect()
+    before = resident()
+    forget_peak()
+    with ExitStack() as stack:
+        for name, value in IN_PLACE[chosen].items():
+            for module in (fused, products):
+                stack.enter_context(patch.object(module, name, lambda *given, value=value: value))
+        prepared = fused.fused(model)
+    runner = CachedModel(prepared, SlotCache(1, 256), Traits.of(model).masks)
+    with torch.inference_mode():
+        runner.prefill(torch.arange(5, 105)[None], None)
+
+    @torch.inference_mode()
+    def run(*columns):
+        if not columns:
+            return 1 + (resident(peak=True) - before) / size
+        began = time.perf_counter()
+        runner(torch.arange(5, 5 + columns[0])[None])
+        took = 1e3 * (time.perf_counter() - began)
+        runner.cache.rewind([100])
+        return took
+
+    return run
+
+
+def measure_in_place(args):
+    found = []
+    for shape in args.shapes:
+        ways = {way: Worker("cases.memory", "passes", shape, way, threads=args.threads) for way in IN_PLACE}
+        times = {way: {str(count): [] for count in COLUMNS} for way in ways}
+        for way, column, _ in turns(list(ways), len(COLUMNS), args.repeats):
+            times[way][str(COLUMNS[column])].append(ways[way].ask(COLUMNS[column]))
+        for way, run_ in ways.items():
+            least = {count: min(took) for count, took in times[way].items()}
+            found.append({"shape": shape, "way": way, "memory": run_.ask(), "milliseconds": least})
+            run_.end()
+    return {"about": about(dtype="bfloat16", repeats=args.repeats), "rows": found}
+
+
+in_place = Case(
+    "in_place",
+    """A forward pass over few columns from copies of the weights, from the weights in their place, and by torch's products.
+
+Targets of bfloat16 with random weights; each way in a process of its own, in turns. The least of some repeats counts.
+""",
+    measure_in_place,
+    options={"repeats": 20, "shapes": (["Qwen3-0.6B's shape", "Llama-3.2-1B's shape"], "the targets'")},
+    quick={"repeats": 1, "shapes": ["a fourth of its layers"]},
+    sections=(Section("concepts/fast-path", "in-place"),),
+    what="forward passes behind 100 tokens",
+    notes=("Milliseconds, the least of {repeats}; memory at its peak, in sizes of the target.",),
+    columns={
+        "target": "{shape}",
+        "products read": "{way}",
+        "memory": "{memory:.2f}",
+        **{
+            f"{count} column{'s' * (count > 1)}": lambda row, count=count: f"{row['milliseconds'][str(count)]:.1f}"
+            for count in COLUMNS
+        },
+    },
+)

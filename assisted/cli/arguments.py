@@ -38,27 +38,33 @@ class Parser(argparse.ArgumentParser):
             raise
 
 
+def option(parser: Any, name: str, help: str, default: Any = None, **more: Any) -> None:
+    """Add an option, which is of its default's type and says so in its help; with the default False, a flag. more: for
+    `add_argument`."""
+    if default is False:
+        more["action"] = "store_true"
+    elif default is not None:
+        help += DEFAULT
+        more = {"type": type(default), **more}
+    parser.add_argument(name, default=default, help=help, **more)
+
+
 def add_json(parser: Any, what: str = "") -> None:
     """`--json`; or, where the results are named (`what`), `--json [FILE]` for `print_or_write`."""
     if not what:
-        parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        option(parser, "--json", "print the result as JSON", False)
         return
     text = f"write {what} to FILE; without FILE or with -, print it as JSON"
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=text)
+    option(parser, "--json", text, nargs="?", const="-", metavar="FILE")
 
 
 def add_text(parser: Any, purpose: str, use: str) -> None:
     """What `read_text` reads, and `--written`. purpose: what the text is for. use: what is done with documents, in words."""
-    parser.add_argument(
-        "--text", nargs="+", metavar="PATH", help=f"text to {purpose}: files, folders, patterns; or zoo"
-    )
-    parser.add_argument(
-        "--dataset", metavar="NAME[:CONFIG][:SPLIT]", help=f"dataset of the datasets library to {purpose}"
-    )
-    parser.add_argument("--documents", type=int, metavar="N", help=f"{use} at most N documents of the dataset")
-    parser.add_argument(
-        "--written", type=int, metavar="N", help="add N tokens that the target generates, as continuations of the text"
-    )
+    option(parser, "--text", f"text to {purpose}: files, folders, patterns; or zoo", nargs="+", metavar="PATH")
+    option(parser, "--dataset", f"dataset of the datasets library to {purpose}", metavar="NAME[:CONFIG][:SPLIT]")
+    option(parser, "--documents", f"{use} at most N documents of the dataset", type=int, metavar="N")
+    written = "add N tokens that the target generates, as continuations of the text"
+    option(parser, "--written", written, type=int, metavar="N")
 
 
 def add_loading(
@@ -70,41 +76,27 @@ def add_loading(
 ) -> None:
     """What `loading` takes, with its defaults. length: in words; None leaves out `--draft-length`."""
     add_draft_window(parser)
-    parser.add_argument(
-        "--draft-quantization",
-        metavar="NAME",
-        help="number format of the draft: nf4, fp4, int8, int4, ... (default: its own)",
-    )
+    formats = "number format of the draft: nf4, fp4, int8, int4, ... (default: its own)"
+    option(parser, "--draft-quantization", formats, metavar="NAME")
     if length is not None:
-        parser.add_argument(
-            "--draft-length",
-            type=int_or_name,
-            metavar="N",
-            help=f'tokens per draft, or "adaptive", "confidence", ... (default: {length})',
-        )
-    checkpoint = "the checkpoint's on a CPU, else half precision"
-    parser.add_argument(
-        "--dtype",
-        type=dtype_name,
-        default=dtype,
-        choices=DTYPES,
-        help=f"dtype of the models (default: {dtype or checkpoint})",
-    )
-    parser.add_argument(
-        "--device", default=device, help="cpu, cuda, ...; auto uses an accelerator if there is one" + DEFAULT
-    )
-    parser.add_argument(
-        "--threads", type=int, default=threads, help=f"CPU threads (default: {threads or 'chosen by torch'})"
-    )
+        lengths = f'tokens per draft, or "adaptive", "confidence", ... (default: {length})'
+        option(parser, "--draft-length", lengths, type=int_or_name, metavar="N")
+    own = dtype or "the checkpoint's on a CPU, else half precision"
+    add_dtype(parser, own, dtype)
+    option(parser, "--device", "cpu, cuda, ...; auto uses an accelerator if there is one", device)
+    threads_help = f"CPU threads (default: {threads or 'chosen by torch'})"
+    parser.add_argument("--threads", type=int, default=threads, help=threads_help)
+
+
+def add_dtype(parser: Any, shown: str, default: str | None = None) -> None:
+    """shown: the default, in words."""
+    text = f"dtype of the models (default: {shown})"
+    parser.add_argument("--dtype", type=dtype_name, default=default, choices=DTYPES, help=text)
 
 
 def add_draft_window(parser: Any) -> None:
-    parser.add_argument(
-        "--draft-window",
-        type=int,
-        metavar="N",
-        help="keep the draft's keys and values of the last N tokens and the first 4 (default: of all)",
-    )
+    text = "keep the draft's keys and values of the last N tokens and the first 4 (default: of all)"
+    option(parser, "--draft-window", text, type=int, metavar="N")
 
 
 def add_target(parser: argparse.ArgumentParser, group: Any, what: str) -> None:
@@ -117,31 +109,26 @@ def add_target(parser: argparse.ArgumentParser, group: Any, what: str) -> None:
 
 
 def add_temperature(parser: Any) -> None:
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy decoding" + DEFAULT
-    )
+    option(parser, "--temperature", "sampling temperature; 0 is greedy decoding", 0.0)
 
 
 def add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:
     """draft: the default, in words. defaults: of `add_loading`."""
-    parser.add_argument("--target", default="zoo:target", help="Hub id, folder or zoo: name" + DEFAULT)
-    parser.add_argument(
-        "--draft",
-        help=f"Hub id, folder, zoo: name, self:nf4, suffix, ngram, ..., or several as in suffix+zoo:draft "
-        f"(default: {draft}; a saved pair's own)",
-    )
+    option(parser, "--target", "Hub id, folder or zoo: name", "zoo:target")
+    known = "Hub id, folder, zoo: name, self:nf4, suffix, ngram, ..., or several as in suffix+zoo:draft"
+    option(parser, "--draft", f"{known} (default: {draft}; a saved pair's own)")
     add_loading(parser, **defaults)
 
 
 def add_generation(parser: argparse.ArgumentParser, draft: str = "suffix") -> None:
     add_pair(parser, draft)
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="new tokens of each text" + DEFAULT)
+    option(parser, "--max-new-tokens", "new tokens of each text", 256)
     add_temperature(parser)
-    parser.add_argument("--top-p", type=float, help="top-p of the sampling (default: the model's generation config)")
-    parser.add_argument("--top-k", type=int, help="top-k of the sampling (default: the model's generation config)")
-    parser.add_argument("--seed", type=int, help="seed of the sampling")
-    parser.add_argument("--plain", action="store_true", help="decode without drafts, to compare")
-    parser.add_argument("--quiet", action="store_true", help="omit the report on standard error")
+    for name, kind in (("top-p", float), ("top-k", int)):
+        option(parser, f"--{name}", f"{name} of the sampling (default: the model's generation config)", type=kind)
+    option(parser, "--seed", "seed of the sampling", type=int)
+    option(parser, "--plain", "decode without drafts, to compare", False)
+    option(parser, "--quiet", "omit the report on standard error", False)
 
 
 def int_or_name(value: str) -> int | str:

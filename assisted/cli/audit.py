@@ -7,41 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, loading, print_or_write, target_and_tokenizer
+from .arguments import add_loading, loading, option, print_or_write, target_and_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `audit` into the parser. command: makes a parser with a function to run and a text."""
     text = "check whether a model with drafts, or a server, is lossless: whether it writes what the model alone would write"
     audit = command("audit", _audit, text, page="audit", file="all results")
-    audit.add_argument(
-        "subject", help="address of an OpenAI-compatible server, up to /v1; or a Hub id, folder or zoo: name"
-    )
-    audit.add_argument("--draft", metavar="DRAFT", help="draft of a model; a server has its own (default: suffix)")
-    audit.add_argument(
-        "--reference",
-        metavar="MODEL",
-        help="model with the same weights, run by transformers; required for a server (default: the target)",
-    )
-    audit.add_argument("--name", metavar="NAME", help="name of the model at the server (default: its first model)")
-    audit.add_argument("--prompts", default="code", help="code, prose, json, chat, or a file of questions" + DEFAULT)
-    audit.add_argument("--count", type=int, default=8, help="prompts per category" + DEFAULT)
-    audit.add_argument("--max-new-tokens", type=int, default=48, help="new tokens per text" + DEFAULT)
-    audit.add_argument("--samples", type=int, default=8, help="sampled texts per prompt" + DEFAULT)
-    audit.add_argument("--temperature", type=float, default=1.0, help="temperature of sampled texts" + DEFAULT)
-    audit.add_argument(
-        "--gap",
-        type=float,
-        metavar="X",
-        help="largest logit difference of a near-tie (default: 0.25 in half precision, else 0.001)",
-    )
-    audit.add_argument(
-        "--logprob",
-        type=float,
-        metavar="X",
-        help="largest allowed difference of log probabilities (default: 0.25 in half precision, else 0.001)",
-    )
-    audit.add_argument("--html", metavar="FILE", help="write the report as a page")
+    option(audit, "subject", "address of an OpenAI-compatible server, up to /v1; or a Hub id, folder or zoo: name")
+    option(audit, "--draft", "draft of a model; a server has its own (default: suffix)", metavar="DRAFT")
+    same = "model with the same weights, run by transformers; required for a server (default: the target)"
+    option(audit, "--reference", same, metavar="MODEL")
+    option(audit, "--name", "name of the model at the server (default: its first model)", metavar="NAME")
+    option(audit, "--prompts", "code, prose, json, chat, or a file of questions", "code")
+    option(audit, "--count", "prompts per category", 8)
+    option(audit, "--max-new-tokens", "new tokens per text", 48)
+    option(audit, "--samples", "sampled texts per prompt", 8)
+    option(audit, "--temperature", "temperature of sampled texts", 1.0)
+    for name, what in (
+        ("gap", "logit difference of a near-tie"),
+        ("logprob", "allowed difference of log probabilities"),
+    ):
+        text = f"largest {what} (default: 0.25 in half precision, else 0.001)"
+        option(audit, f"--{name}", text, type=float, metavar="X")
+    option(audit, "--html", "write the report as a page", metavar="FILE")
     add_loading(audit, "adaptive")
 
 

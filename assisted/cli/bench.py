@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, add_target, add_temperature, loading, print_or_write, typed
+from .arguments import add_loading, add_target, add_temperature, loading, option, print_or_write, typed
 from .terminal import columns
 
 
@@ -20,46 +20,29 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("bench", _bench, text, page="bench", file="all results")
     pair = parser.add_argument_group("the pair")
     add_target(parser, pair, "Hub id, folder, zoo: name or saved pair")
-    pair.add_argument(
-        "--draft", help="draft model, also for transformers' own drafting (default: zoo:draft for zoo:target)"
-    )
-    pair.add_argument(
-        "--drafts",
-        nargs="+",
-        metavar="DRAFT",
-        help="draft strings to compare; a+b combines two drafters (default: all that the pair allows)",
-    )
+    option(pair, "--draft", "draft model, also for transformers' own drafting (default: zoo:draft for zoo:target)")
+    text = "draft strings to compare; a+b combines two drafters (default: all that the pair allows)"
+    option(pair, "--drafts", text, nargs="+", metavar="DRAFT")
     add_loading(pair, length="adaptive")
-    pair.add_argument("--no-compile", action="store_true", help="omit plain generate with a compiled forward")
+    option(pair, "--no-compile", "omit plain generate with a compiled forward", False)
     work = parser.add_argument_group("the work")
-    work.add_argument(
-        "--prompts",
-        nargs="+",
-        default=["code", "edits", "json", "prose"],
-        metavar="SET",
-        help="code, edits, json, prose; chat, for instruct models; a question.jsonl of Spec-Bench; or a dataset "
-        "NAME[:CONFIG][:SPLIT]. Each is reported by its categories (default: the first four)",
+    text = (
+        "code, edits, json, prose; chat, for instruct models; a question.jsonl of Spec-Bench; or a dataset "
+        "NAME[:CONFIG][:SPLIT]. Each is reported by its categories (default: the first four)"
     )
-    work.add_argument("--count", type=int, default=4, help="prompts per category, at least --batch" + DEFAULT)
-    work.add_argument(
-        "--new-tokens", type=int, default=48, help="new tokens per prompt; end tokens are ignored" + DEFAULT
-    )
-    work.add_argument("--repeats", type=int, default=3, help="timed runs over all prompts" + DEFAULT)
+    work.add_argument("--prompts", nargs="+", default=["code", "edits", "json", "prose"], metavar="SET", help=text)
+    option(work, "--count", "prompts per category, at least --batch", 4)
+    option(work, "--new-tokens", "new tokens per prompt; end tokens are ignored", 48)
+    option(work, "--repeats", "timed runs over all prompts", 3)
     add_temperature(work)
-    work.add_argument("--top-p", type=float, default=1.0, help="top-p of the sampling" + DEFAULT)
-    work.add_argument("--seed", type=int, default=0, help="seed of the sampling" + DEFAULT)
-    work.add_argument("--batch", type=int, nargs="+", default=[1], metavar="B", help="rows decoded together" + DEFAULT)
-    work.add_argument(
-        "--context",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="P",
-        help="cut or extend all prompts to each of these lengths",
-    )
+    option(work, "--top-p", "top-p of the sampling", 1.0)
+    option(work, "--seed", "seed of the sampling", 0)
+    option(work, "--batch", "rows decoded together", [1], type=int, nargs="+", metavar="B")
+    lengths = "cut or extend all prompts to each of these lengths"
+    work.add_argument("--context", type=int, nargs="+", default=[], metavar="P", help=lengths)
     out = parser.add_argument_group("the result")
-    out.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots; needs the bench extra")
-    out.add_argument("--read", type=Path, metavar="FILE", help="show results that --json wrote, without measuring")
+    option(out, "--html", "write a page with plots; needs the bench extra", type=Path, metavar="FILE")
+    option(out, "--read", "show results that --json wrote, without measuring", type=Path, metavar="FILE")
 
 
 def _bench(args: argparse.Namespace) -> None:

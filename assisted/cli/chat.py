@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .arguments import add_generation, load, print_json, sampling
+from .arguments import add_generation, load, option, print_json, sampling
 from .terminal import Loading, Wrapped, note, streamer
 
 _QUOTES = '"""'
@@ -34,8 +34,8 @@ Ctrl-C stops the answer. Several lines are one message between {_QUOTES} and {_Q
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `chat` into the parser. command: makes a parser with a function to run and a text."""
     chat = command("chat", _chat, "talk to a pair, with streamed answers")
-    chat.add_argument("--system", help="system message of the conversation")
-    chat.add_argument("--show-drafts", action="store_true", help="color the tokens that were drafted and accepted")
+    option(chat, "--system", "system message of the conversation")
+    option(chat, "--show-drafts", "color the tokens that were drafted and accepted", False)
     add_generation(chat, "suffix+zoo:smollm2-eagle3 for zoo:smollm2, else suffix")
     chat.set_defaults(target="zoo:smollm2")
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
-    DEFAULT,
     add_loading,
     add_target,
     add_temperature,
     device,
+    option,
     print_or_write,
     target_and_tokenizer,
     use_threads,
@@ -27,39 +27,19 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "predict the speedup of a draft on this machine and your text, and find what limits it"
     doctor = command("doctor", _doctor, text, page="doctor", file="all results")
     add_target(doctor, doctor, "Hub id, folder or zoo: name")
-    doctor.add_argument(
-        "--draft",
-        action="append",
-        metavar="DRAFT",
-        help="Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; repeat to compare (default: suffix)",
+    drafts = "Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; repeat to compare (default: suffix)"
+    option(doctor, "--draft", drafts, action="append", metavar="DRAFT")
+    option(
+        doctor, "--text", "a file or folder whose text the target continues (default: held-out code)", metavar="PATH"
     )
-    doctor.add_argument(
-        "--text", metavar="PATH", help="a file or folder whose text the target continues (default: held-out code)"
-    )
-    doctor.add_argument("--prompts", type=int, default=8, help="prompts to decode, at most" + DEFAULT)
-    doctor.add_argument(
-        "--max-new-tokens",
-        dest="new_tokens",
-        type=int,
-        default=48,
-        metavar="MAX_NEW_TOKENS",
-        help="new tokens per prompt" + DEFAULT,
-    )
-    doctor.add_argument("--longest", type=int, default=15, metavar="N", help="longest draft to consider" + DEFAULT)
+    option(doctor, "--prompts", "prompts to decode, at most", 8)
+    option(doctor, "--max-new-tokens", "new tokens per prompt", 48, dest="new_tokens", metavar="MAX_NEW_TOKENS")
+    option(doctor, "--longest", "longest draft to consider", 15, metavar="N")
     add_temperature(doctor)
-    doctor.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="context lengths at which forward passes are timed (default: the prompts', 512, 2048)",
-    )
-    doctor.add_argument(
-        "--quick",
-        action="store_true",
-        help="get a first impression with 2 prompts, short texts and drafts, and one context",
-    )
-    doctor.add_argument("--seconds", type=float, default=90.0, help="approximate time for all measurements" + DEFAULT)
+    contexts = "context lengths at which forward passes are timed (default: the prompts', 512, 2048)"
+    option(doctor, "--contexts", contexts, type=int, nargs="+", metavar="N")
+    option(doctor, "--quick", "get a first impression with 2 prompts, short texts and drafts, and one context", False)
+    option(doctor, "--seconds", "approximate time for all measurements", 90.0)
     add_loading(doctor, length=None)
 
 
@@ -87,17 +67,8 @@ def _doctor(args: argparse.Namespace) -> None:
         drafts = drafts if args.draft else {"its own draft": target.spec}
         target = target.target
     with Bars() as bars:
-        found = examine(
-            target,
-            drafts,
-            tokenizer,
-            args.text,
-            settings,
-            args.draft_quantization,
-            args.target,
-            bars,
-            args.draft_window,
-        )
+        given = (args.text, settings, args.draft_quantization, args.target, bars, args.draft_window)
+        found = examine(target, drafts, tokenizer, *given)
     text = told(found)
     print_or_write(args.json, {**found.to_dict(), "told": text}, text)
     refused = [one.draft for one in found.drafts if one.error is not None]

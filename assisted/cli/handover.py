@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 
-from .arguments import STORED, print_json
+from .arguments import STORED, option, print_json
 
 ENGINES = ("vllm", "sglang", "trtllm", "llamacpp")  # those of assisted.lab.handover, whose import takes seconds
 
@@ -16,21 +16,14 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "write a pair into a folder that a serving engine reads, with the command that starts the engine"
     handover = command("handover", _handover, text)
     handover.description = f"{handover.description} See docs/integrations/handover.md."
-    handover.add_argument("engine", choices=ENGINES, help="serving engine; trtllm is TensorRT-LLM")
-    handover.add_argument("pair", metavar="PAIR", help="saved pair, or a target: Hub id, folder, zoo: name")
-    handover.add_argument("--out", required=True, metavar="DIR", help="new or empty folder for the result")
-    handover.add_argument(
-        "--draft",
-        help="Hub id, folder, zoo: name, ngram, suffix, or mtp for the target's own multi-token prediction layers "
-        "(default: a saved pair's own, else suffix)",
-    )
-    handover.add_argument(
-        "--draft-length",
-        type=int,
-        metavar="N",
-        help="tokens that the engine drafts (default: the pair's if it is fixed, else one that suits the method)",
-    )
-    handover.add_argument("--dtype", choices=STORED, help="dtype of the weights (default: the checkpoint's)")
+    option(handover, "engine", "serving engine; trtllm is TensorRT-LLM", choices=ENGINES)
+    option(handover, "pair", "saved pair, or a target: Hub id, folder, zoo: name", metavar="PAIR")
+    option(handover, "--out", "new or empty folder for the result", required=True, metavar="DIR")
+    drafts = "Hub id, folder, zoo: name, ngram, suffix, or mtp for the target's own multi-token prediction layers"
+    option(handover, "--draft", f"{drafts} (default: a saved pair's own, else suffix)")
+    text = "tokens that the engine drafts (default: the pair's if it is fixed, else one that suits the method)"
+    option(handover, "--draft-length", text, type=int, metavar="N")
+    option(handover, "--dtype", "dtype of the weights (default: the checkpoint's)", choices=STORED)
 
 
 def _handover(args: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from .. import __version__
 from . import audit, bench, chat, doctor, handover, plan, serve, shrink
 from . import train as training
-from .arguments import DEFAULT, Parser, add_generation, add_json, add_pair, load, print_json, sampling
+from .arguments import Parser, add_generation, add_json, add_pair, load, option, print_json, sampling
 from .terminal import Loading, note, streamer
 
 FAILED, INTERRUPTED = 2, 130
@@ -191,10 +191,10 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "show how a draft and a target write held-out code together, and what it costs")
     add_pair(demo, "zoo:draft for zoo:target, else suffix", device="cpu", dtype="float32", threads=1)
-    demo.add_argument("--prompts", type=int, default=5, help="number of prompts to measure" + DEFAULT)
-    demo.add_argument("--max-new-tokens", type=int, default=48, help="new tokens per prompt" + DEFAULT)
-    demo.add_argument("--repeats", type=int, default=5, help="timed runs per method, at most" + DEFAULT)
-    demo.add_argument("--seconds", type=float, default=36.0, help="approximate time for all measurements" + DEFAULT)
+    option(demo, "--prompts", "number of prompts to measure", 5)
+    option(demo, "--max-new-tokens", "new tokens per prompt", 48)
+    option(demo, "--repeats", "timed runs per method, at most", 5)
+    option(demo, "--seconds", "approximate time for all measurements", 36.0)
 
     generate = command("generate", _generate, "complete a text and stream it to standard output")
     generate.add_argument("prompt", nargs="?", default="-", help="text to complete; - or nothing reads standard input")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .arguments import DEFAULT, add_loading, add_target, loading, print_json, require_tokenizer
+from .arguments import add_loading, add_target, loading, option, print_json, require_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -17,27 +17,16 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "answer requests with OpenAI's protocol, one after the other, with a report on the drafts of each"
     serve = command("serve", _serve, text, page="serve")
     add_target(serve, serve, "Hub id, folder, saved pair, or zoo: name")
-    serve.add_argument(
-        "--draft",
-        action="append",
-        metavar="DRAFT",
-        help="may be given several times: requests choose, and the first is the default (default: the pair's own, else suffix)",
-    )
-    serve.add_argument("--name", help="of the model, for requests (default: that of its folder)")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at" + DEFAULT)
-    serve.add_argument("--port", type=int, default=8000, help="0 takes any free one" + DEFAULT)
-    serve.add_argument(
-        "--keep", type=int, default=1024, metavar="MIB", help="of what was read; 0 keeps nothing" + DEFAULT
-    )
-    serve.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="that clients must send (default: ASSISTED_API_KEY of the environment, else none)",
-    )
-    serve.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages that may ask; * for all"
-    )
-    serve.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait" + DEFAULT)
+    choose = "may be given several times: requests choose, and the first is the default"
+    option(serve, "--draft", f"{choose} (default: the pair's own, else suffix)", action="append", metavar="DRAFT")
+    option(serve, "--name", "of the model, for requests (default: that of its folder)")
+    option(serve, "--host", "address to listen at", "127.0.0.1")
+    option(serve, "--port", "0 takes any free one", 8000)
+    option(serve, "--keep", "of what was read; 0 keeps nothing", 1024, metavar="MIB")
+    key = "that clients must send (default: ASSISTED_API_KEY of the environment, else none)"
+    option(serve, "--api-key", key, metavar="KEY")
+    option(serve, "--allow-origin", "web pages that may ask; * for all", action="append", metavar="ORIGIN")
+    option(serve, "--queue", "requests that may wait", 64, metavar="N")
     add_loading(serve)
 
 
@@ -73,14 +62,11 @@ def _serve(args: argparse.Namespace) -> None:
             print(f"{entry['status']} {entry['path']} {entry['seconds']:.2f} s {said}", file=sys.stderr)
 
     key = args.api_key or os.environ.get("ASSISTED_API_KEY") or None
-    with Server(pairs, name, (args.host, args.port), log, key, args.allow_origin, args.queue) as server:
+    with Server(pairs, name, (args.host, args.port), log, key, args.allow_origin or [], args.queue) as server:
         url = f"http://{args.host}:{server.server_port}/v1"
         if args.json:
             print_json({"url": url, "model": name, "drafts": list(server.answers.pairs)}, indent=None)
         else:
-            print(
-                f"{name} at {url}, drafts: {', '.join(server.answers.pairs)}; Ctrl-C ends it",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"{name} at {url}, drafts: {', '.join(server.answers.pairs)}; Ctrl-C ends it"
+            print(said, file=sys.stderr, flush=True)
         server.serve_forever()

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .arguments import add_text, print_json, target_and_tokenizer
+from .arguments import add_text, option, print_json, target_and_tokenizer
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `shrink-vocabulary` into the parser. command: makes a parser with a function to run and a text."""
     text = "copy a draft so that it predicts only the most frequent tokens of a text"
     shrink = command("shrink-vocabulary", _shrink, text, page="shrink-vocabulary")
-    shrink.add_argument("draft", metavar="DRAFT", help="draft model, EAGLE-3 head or block drafter: folder or Hub id")
-    shrink.add_argument("--target", required=True, help="Hub id, folder or zoo: name")
-    shrink.add_argument("--tokens", type=int, required=True, metavar="N", help="number of tokens to keep")
-    shrink.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder for the copy")
+    option(shrink, "draft", "draft model, EAGLE-3 head or block drafter: folder or Hub id", metavar="DRAFT")
+    option(shrink, "--target", "Hub id, folder or zoo: name", required=True)
+    option(shrink, "--tokens", "number of tokens to keep", type=int, required=True, metavar="N")
+    option(shrink, "--out", "new or empty folder for the copy", type=Path, required=True, metavar="DIR")
     add_text(shrink, "count", "count")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DEFAULT, STORED, add_json, add_text, dtype_name, print_json, target_and_tokenizer, typed
+from .arguments import DEFAULT, STORED, add_json, add_text, dtype_name, option, print_json, target_and_tokenizer, typed
 
 if TYPE_CHECKING:
     from transformers import HfArgumentParser
@@ -98,35 +98,22 @@ def options(method: str) -> HfArgumentParser:
     )
     parser.register("action", None, _Option)
     parser.register("action", "store_false", functools.partial(_Option, nargs="?", const=False))
-    parser.add_argument("--target", required=True, help="Hub id, folder or zoo: name; early-exit trains a copy of it")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, and to resume from"
-    )
-    parser.add_argument(
-        "--dtype",
-        type=dtype_name,
-        default="float32",
-        choices=("auto", "float32", "bfloat16"),
-        help="dtype of the target",
-    )
-    parser.add_argument(
-        "--attention", metavar="NAME", help="attention of the target: eager, sdpa, ... (default: its own)"
-    )
-    parser.add_argument("--compile", action="store_true", help="compile layers, which is faster after a minute or so")
-    parser.add_argument("--store", type=dtype_name, choices=STORED, default="float32", help="dtype of the files")
-    parser.add_argument("--stop-after", type=int, metavar="N", help="stop with a checkpoint after N steps in total")
+    option(parser, "--target", "Hub id, folder or zoo: name; early-exit trains a copy of it", required=True)
+    option(parser, "--out", "folder to write to, and to resume from", type=Path, required=True, metavar="FOLDER")
+    kinds = ("auto", "float32", "bfloat16")
+    parser.add_argument("--dtype", type=dtype_name, default="float32", choices=kinds, help="dtype of the target")
+    option(parser, "--attention", "attention of the target: eager, sdpa, ... (default: its own)", metavar="NAME")
+    option(parser, "--compile", "compile layers, which is faster after a minute or so", False)
+    parser.add_argument("--store", type=dtype_name, default="float32", choices=STORED, help="dtype of the files")
+    option(parser, "--stop-after", "stop with a checkpoint after N steps in total", type=int, metavar="N")
     add_json(parser)
     text = parser.add_argument_group("text")
     add_text(text, "train on", "use")
-    text.add_argument(
-        "--chats", type=int, metavar="N", help="add N tokens of conversations that an instruct target has with itself"
+    option(
+        text, "--chats", "add N tokens of conversations that an instruct target has with itself", type=int, metavar="N"
     )
-    text.add_argument(
-        "--about",
-        nargs="+",
-        metavar="PATH",
-        help="make half of the chats about pieces of these: files, folders, patterns; or zoo",
-    )
+    pieces = "make half of the chats about pieces of these: files, folders, patterns; or zoo"
+    option(text, "--about", pieces, nargs="+", metavar="PATH")
     trained = _method(method)
     for kind in (trained.options, Plan):
         add_settings(parser, kind)

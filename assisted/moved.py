@@ -17,8 +17,13 @@ __all__ = ["MOVED", "MovedFinder"]
 
 _SHARED = ("base", "chain", "guarded", "lookup", "model_drafter", "part", "registry", "room", "tree_growth", "trees")
 _HEADS = {"assistant": "assistant", "block": "dflash", "eagle": "eagle", "medusa": "medusa", "mtp": "mtp"}
+_JOINED = """
+engine.mixers:engine.stepped engine.columns:engine.masks engine.prefill:engine.passes engine.shapes:engine.passes
+engine.rope:engine.traits engine.experts:calls.costs
+"""
 
 MOVED: dict[str, str] = {
+    **dict(pair.split(":") for pair in _JOINED.split()),
     **{name: f"lab.{name}" for name in ("audit", "bench", "doctor", "handover", "plan", "training")},
     **{name: f"core.{name}" for name in ("acceptance", "drafts", "lossy", "report", "text")},
     **{f"engine.{name}": f"core.{name}" for name in ("clock", "host")},

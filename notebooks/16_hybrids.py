@@ -33,8 +33,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, zoo
-from assisted.engine.columns import Columns
 from assisted.engine.delta import Read, delta_rule
+from assisted.engine.masks import Columns
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table

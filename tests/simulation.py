@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from assisted.core.drafts import Draft, Round
-from assisted.engine.shapes import columns_among
+from assisted.engine.passes import columns_among
 from assisted.fast.capture import Captures, CudaGraphs
 from assisted.lengths import Confidence, DraftLength, Fixed, Length
 from assisted.lengths.adaptive import Adaptive

@@ -12,9 +12,9 @@ from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.core.drafts import Draft
-from assisted.engine.columns import Columns
 from assisted.engine.delta import DeltaMixer
 from assisted.engine.libraries import READS_STATES
+from assisted.engine.masks import Columns
 from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.session import go_on
 from assisted.engine.traits import Traits

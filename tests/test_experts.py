@@ -13,7 +13,7 @@ from pairs import BY_NAME, CALL
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from assisted import AssistedModelForCausalLM
-from assisted.engine.experts import expected_experts, growth, numbers_read
+from assisted.calls.costs import expected_experts, growth, numbers_read
 from assisted.engine.traits import experts_of
 from assisted.lab.plan.shapes import Shapes
 from assisted.lab.plan.speed import predict, read_per_pass

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding, zoo
 from assisted.core.drafts import Draft, DraftingStopped
-from assisted.engine import libraries, shapes, trust
+from assisted.engine import libraries, trust
+from assisted.engine import passes as shapes
 from assisted.engine import runner as runtime
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings, PreparedModule

@@ -13,9 +13,9 @@ from methods import eagle_3
 from pairs import CALL, ROUNDING, no_fallback, pair, said_by
 
 from assisted import AssistedModelForCausalLM, Eagle, Medusa, decoding
-from assisted.engine import prefill as prompts
+from assisted.engine import passes as prompts
 from assisted.engine.cache import SlotCache
-from assisted.engine.prefill import groups
+from assisted.engine.passes import groups
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.fast import fused

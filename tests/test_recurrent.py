@@ -25,8 +25,8 @@ from assisted.core.drafts import Draft, DraftingStopped
 from assisted.engine import recurrent
 from assisted.engine import verifiable as trial
 from assisted.engine.agreement import apart
-from assisted.engine.columns import Columns
 from assisted.engine.delta import Read
+from assisted.engine.masks import Columns
 from assisted.engine.recurrent import ColumnModel, RecurrentCache, RecurrentModel, slots_for, target_runner
 from assisted.engine.runner import CachedModel
 from assisted.engine.stepped import Steps

@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from assisted import AssistedModelForCausalLM, Suffix
 from assisted.core.drafts import DraftingStopped
-from assisted.engine.rope import Change, change_of, reads_anew_at
 from assisted.engine.runner import CachedModel
+from assisted.engine.traits import Change, change_of, reads_anew_at
 
 ORIGINAL = 64
 THETA = {"rope_theta": 10000.0}

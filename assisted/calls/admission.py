@@ -30,11 +30,10 @@ from ..engine.parts import unwrapped
 from ..engine.pool import Lent, SessionPool
 from ..engine.prepared import CallSettings
 from ..engine.ranks import waits_for_others
-from ..engine.rope import change_of, reads_anew_at, turns_by_section
 from ..engine.session import Session, is_plain, using
 from ..engine.signatures import takes
 from ..engine.states import has_uncounted_states
-from ..engine.traits import Traits
+from ..engine.traits import Traits, change_of, reads_anew_at, turns_by_section
 from ..engine.trust import Trust, blamed
 from ..engine.verifiable import masks_of, mixes_tokens, obstacle_to, obstacle_to_reading_on
 from ..fast.sources import Source

@@ -21,10 +21,10 @@ from ..engine.libraries import optimized_for_decode, without_gradients
 from ..engine.masks import Masks
 from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
-from ..engine.rope import change_of
 from ..engine.runner import CachedModel
 from ..engine.session import Session
 from ..engine.states import held
+from ..engine.traits import change_of
 from ..engine.verifiable import masks_of
 from ..fast import native
 from ..fast.fused import prepare, with_same_bits

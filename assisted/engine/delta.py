@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .columns import Columns
+from .masks import Columns
 
 Projected = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Of [R, n, D] states: what the convolution reads [R, n, C], the output's gate, the write strength and the decay before their

@@ -1,11 +1,12 @@
 """What causal LMs and heads have in common as they run: a module, its slots, and the way its forward passes are run.
 
-Captured forward passes (fast/graphs.py) need nothing else of a runner.
+Captured forward passes (fast/graphs.py) need nothing else of a runner. Prompts of different lengths are read in groups of
+similar length, and the shapes of captured passes are rounded up, so that few occur.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from ..core.drafts import Draft
 from .cache import Paths, SlotCache
-from .prefill import by_groups
+from .parts import Tap
 from .prepared import CallSettings, PreparedModule
 
 Chained = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], list[torch.Tensor]]
@@ -144,3 +145,126 @@ class Runner:
         output of all rows, [B, 1, ...]."""
         taps, alike = self.prepared.taps.values(), self.settings.bits
         return by_groups(self.cache, taps, width, self.device, read, self.is_capturable, alike)
+
+
+Group = tuple[list[int], int]
+"""Rows, ascending, and the first column that is not padding in any of them."""
+
+_PRICE = 512  # columns that take as long as one more forward pass
+_PRICE_CPU = 32
+
+
+def by_groups(
+    cache: SlotCache,
+    taps: Iterable[Tap],
+    width: int,
+    device: torch.device,
+    read: Callable[[list[int], int], torch.Tensor],
+    apart: bool,
+    alike: bool = False,
+) -> torch.Tensor:
+    """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
+
+    read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
+    [rows, 1, ...]. apart: whether rows may be read apart; otherwise all are read at once. alike: read each
+    row as if it were alone. Returns the output of all rows, [B, 1, ...].
+    """
+    taps, rows = list(taps), sorted(cache.running)
+    cache.alike = alike
+    hidden = 0 if cache.visible is None else cache.visible.shape[1]
+    apart = apart and not cache.layers and hidden <= width
+    parts: list[Group] = groups(cache.visible, rows, device, alike) if apart else [(rows, 0)]
+    if parts == [(cache.order, 0)]:
+        return read(rows, 0)
+    last: torch.Tensor | None = None
+    states: list[torch.Tensor] = []
+    for rows, first in parts:
+        with cache.reading(rows, first):
+            part = read(rows, first)
+        if last is None:
+            last = part.new_zeros(cache.rows, *part.shape[1:])
+            states = [tap.hidden.new_zeros(cache.rows, width, tap.hidden.shape[-1]) for tap in taps]
+        last[rows] = part
+        for of_all, tap in zip(states, taps, strict=True):
+            of_all[rows, first:] = tap.hidden
+    for of_all, tap in zip(states, taps, strict=True):
+        tap.hidden = of_all
+    assert last is not None
+    return last
+
+
+def groups(visible: torch.Tensor | None, rows: Sequence[int], device: torch.device, alike: bool = False) -> list[Group]:
+    """The forward passes that read these rows of a batch with the least work, each from its own first column to the end.
+
+    visible: [B, n] bool, False at padding; None without padding. alike: each row by itself, without any padding before its
+    first token. Padding after it is read.
+    """
+    starts = [0] * len(rows) if visible is None else _first(visible, rows)
+    if alike or len(rows) == 1:
+        return [([row], first) for row, first in zip(rows, starts, strict=True)]
+    if visible is None:
+        return [(list(rows), 0)]
+    price = _PRICE_CPU if device.type == "cpu" else _PRICE
+    width = visible.shape[1]
+    ordered = sorted(zip(starts, rows, strict=True), reverse=True)  # the shortest row first
+    # for the first i rows: the least work, and the start of their last group
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(ordered) + 1):
+        longest = width - ordered[end - 1][0]
+        best.append(min((best[i][0] + price + (end - i) * longest, i) for i in range(end)))
+    found: list[Group] = []
+    end = len(ordered)
+    while end:
+        start = best[end][1]
+        found.append((sorted(row for _, row in ordered[start:end]), ordered[end - 1][0]))
+        end = start
+    return found
+
+
+def _first(visible: torch.Tensor, rows: Sequence[int]) -> list[int]:
+    """The first column of each row that is not padding; the last column in rows that are all padding."""
+    counts = visible[list(rows)]
+    first = counts.int().argmax(1).where(counts.any(1), visible.shape[1] - 1)
+    found: list[int] = first.tolist()
+    return found
+
+
+WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # columns of a captured forward pass; wider ones run eagerly
+CHEAP = 64  # columns over all rows that take a GPU about as long as one
+_NARROW = 8  # columns and rows below which no further shapes are made, since none of them would be faster
+_LEAST = 256  # slots that a captured forward pass reads, at least
+
+
+def rows_for(rows: int, most: int) -> int:
+    """Rows of a captured forward pass: a power of two from 8 on, or all rows."""
+    return min(most, max(_NARROW, 1 << (rows - 1).bit_length()))
+
+
+def columns_for(width: int, rows: int) -> int | None:
+    """Columns of a captured forward pass; None if it is too wide to capture. One column, or powers of two from 8 on while
+    additional columns cost almost nothing; beyond that also sizes in between.
+    """
+    if width == 1:
+        return 1
+    least = min(_NARROW, 1 << (CHEAP // rows).bit_length() >> 1)  # of many rows, fewer columns are cheap
+    power = max(least, 1 << (width - 1).bit_length())
+    if power * rows <= CHEAP and power in WIDTHS:
+        return power
+    return next((size for size in WIDTHS if size >= width), None)
+
+
+def columns_among(most: int, width: int, rows: int) -> int | None:
+    """`columns_for`, where `rows` of at most so many rows run."""
+    return columns_for(width, rows_for(rows, most))
+
+
+def slots_for(top: int, sizes_open: bool = False) -> int:
+    """Slots of a captured forward pass: powers of two, and above 1024 also 3/4 of each power. With sizes_open, multiples of
+    1/8 of a power.
+    """
+    power = max(_LEAST, 1 << (top - 1).bit_length())
+    if sizes_open:
+        step = power // 8
+        return -(-top // step) * step
+    between = power // 4 * 3
+    return between if between > 1024 and top <= between else power

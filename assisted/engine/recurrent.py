@@ -15,14 +15,13 @@ from transformers.cache_utils import Cache
 
 from ..core.drafts import Draft
 from .cache import Paths, SlotCache
-from .columns import Columns
-from .masks import Masks
-from .mixers import by_position
+from .masks import Columns, Masks
 from .needs import NOTHING, Needs
 from .parts import with_children
 from .prepared import PreparedModule
 from .runner import CachedModel
 from .states import ColumnCache, StateCache
+from .stepped import by_position
 from .traits import Traits
 
 _LAG = 16  # columns; a longer unread tail gets its own forward pass, because every pass would read it again

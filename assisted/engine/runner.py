@@ -21,11 +21,9 @@ from .cache import Paths, SlotCache
 from .masks import Masks, Unread, column_depths
 from .needs import NOTHING, Needs, States
 from .parts import Inject, device_of
-from .passes import Inputs, Passes, Runner
+from .passes import WIDTHS, Inputs, Passes, Runner
 from .prepared import PreparedModule
-from .rope import Change, change_of
-from .shapes import WIDTHS
-from .traits import Traits
+from .traits import Change, Traits, change_of
 
 
 class CachedModel(Runner):

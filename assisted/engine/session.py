@@ -19,9 +19,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
-from .rope import Change
 from .runner import CachedModel
 from .states import SavedStates, held, nbytes_of
+from .traits import Change
 
 LEAST = 16  # tokens; fewer are read again
 

@@ -18,13 +18,13 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.host import on_device
 from .cache import Paths, SlotCache, SlotLayer
-from .columns import Columns
 from .libraries import (
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+from .masks import Columns
 
 MOST_SAVED, MOST_SAVED_BYTES = 8, 2**28  # states of a text, beside the present ones
 _WHOLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # their keys and values are those of all tokens

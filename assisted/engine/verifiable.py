@@ -29,9 +29,8 @@ from .needs import NOTHING, Needs
 from .parts import device_of, unwrapped
 from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
-from .rope import change_of
 from .session import go_on
-from .traits import Traits, require_verifiable_cache
+from .traits import Traits, change_of, require_verifiable_cache
 from .trust import Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little

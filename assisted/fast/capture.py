@@ -24,7 +24,7 @@ from ..engine.libraries import (
     end_pool,
     forget_workspaces,
 )
-from ..engine.shapes import CHEAP, WIDTHS, columns_for, rows_for, slots_for
+from ..engine.passes import CHEAP, WIDTHS, columns_for, rows_for, slots_for
 from .sources import identical
 
 _REMEMBERED = 256  # sorts of functions that were requested once

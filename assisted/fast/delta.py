@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..engine.columns import Columns
 from ..engine.delta import DeltaMixer, Projected, Read
 from ..engine.libraries import READS_STATES
+from ..engine.masks import Columns
 from . import native, structs
 from .structs import Floats, HybridLayer, HybridPass, MtpHead, Shape, columns_of, offset, pointer, pointers, require
 

@@ -27,9 +27,8 @@ from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
-from ..engine.passes import Chained, Inputs, Passes, Runner
+from ..engine.passes import WIDTHS, Chained, Inputs, Passes, Runner, columns_among, columns_for, slots_for
 from ..engine.prepared import CallSettings
-from ..engine.shapes import WIDTHS, columns_among, columns_for, slots_for
 from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, HostRead, Outputs, Shape
 from .products import may_copy, may_take
 from .sources import Modules, Source, Weights

@@ -14,7 +14,7 @@ import torch
 from ..core.drafts import Draft
 from ..core.host import pinned
 from ..engine.cache import Paths, SlotCache, SlotLayer
-from ..engine.shapes import WIDTHS
+from ..engine.passes import WIDTHS
 
 
 class StaticBuffers:

@@ -28,9 +28,8 @@ from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
 from ..engine.libraries import pad_token
 from ..engine.prepared import CallSettings
-from ..engine.rope import change_of
 from ..engine.session import renew
-from ..engine.traits import Traits
+from ..engine.traits import Traits, change_of
 from ..engine.verifiable import masks_of
 from ..generation import Generation
 from ..methods import Drafting

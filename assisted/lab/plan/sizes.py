@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ...engine.passes import WIDTHS, slots_for
 from ...engine.recurrent import slots_for as slots_of
 from ...engine.recurrent import target_runner
-from ...engine.shapes import WIDTHS, slots_for
 from ...engine.verifiable import expected_masks
 from ...engine.window import most_slots
 from ...fast.fused import copy_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engine.experts import numbers_read
+from ...calls.costs import numbers_read
 from ...lengths.cost_model import best_speedup
 from ...methods.shared.base import Spec
 from .shapes import Shapes

@@ -17,9 +17,8 @@ from ...core.host import filled, on_device
 from ...distribution import probabilities
 from ...engine.cache import SlotCache
 from ...engine.parts import Inject
-from ...engine.passes import Inputs, Runner
+from ...engine.passes import Inputs, Runner, slots_for
 from ...engine.prepared import PreparedModule
-from ...engine.shapes import slots_for
 from ...engine.tree_reader import NodeReader
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import Shape, TreeInC

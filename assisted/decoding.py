@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .core.clock import Stopwatch
 from .core.drafts import Draft, Round
-from .core.host import is_out_of_memory
+from .core.host import Stopwatch, is_out_of_memory
 from .core.report import Recorder
 from .core.text import Text
 from .distribution import Distribution

@@ -1,4 +1,5 @@
-"""What is installed beside this package: entries that other packages add, and the command that adds an extra.
+"""What is installed beside this package: entries that other packages add, and the command that adds an extra. And names as
+people type them: what a misspelled one may have meant, and the short names of dtypes.
 
 An extra's command depends on how the package was installed: from a package index, from an archive, or from a clone.
 """
@@ -10,7 +11,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -109,3 +111,17 @@ def install(extra: str) -> str:
     repository = origin.get("vcs_info")
     url = f"{repository['vcs']}+{origin['url']}@{repository['commit_id']}" if repository else origin["url"]
     return f'pip install "{NAME}[{extra}] @ {url}"'
+
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def closest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known word that is spelled most like `word`; None if none is. alike: of 1, how similar it has to be."""
+    return next(iter(get_close_matches(word, list(known), 1, alike)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: a suggestion, or nothing."""
+    found = closest(word, known)
+    return "" if found is None else f"; did you mean {found!r}?"

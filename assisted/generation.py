@@ -25,12 +25,11 @@ from transformers.generation.stopping_criteria import (
 )
 
 from .calls.admission import lent_to, require_prompt, warn_plain, why_own_forward, why_plain
-from .calls.assembly import Assembly, assemble, running
+from .calls.assembly import Assembly, assemble, hand_back, leave, read_prompt, read_to_the_end, running
 from .calls.inputs import LoopInputs
-from .calls.prompt import hand_back, leave, read_prompt, read_to_the_end
 from .calls.settings import Settings
 from .calls.words import set_in, setting_of
-from .core.clock import now
+from .core.host import now
 from .core.report import Recorder
 from .core.text import Text
 from .decoding import decode

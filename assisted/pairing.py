@@ -22,11 +22,11 @@ from .configuration import AssistedConfig
 from .engine.parts import device_of
 from .engine.traits import Traits
 from .engine.verifiable import require_verifiable
+from .extras import DTYPES
 from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
-from .loading.names import DTYPES
 from .loading.quantization import load_from_gguf, save_target, with_recorded
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target

@@ -19,8 +19,7 @@ from assisted.cli.main import main
 from assisted.extras import install
 from assisted.lab import bench
 from assisted.lab.bench import plots
-from assisted.lab.bench.page import page
-from assisted.lab.bench.table import CELLS
+from assisted.lab.bench.table import CELLS, page
 
 SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
 

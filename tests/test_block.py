@@ -25,9 +25,8 @@ from assisted.engine.passes import Inputs
 from assisted.lengths.rates import Rates
 from assisted.methods import METHODS, parse
 from assisted.methods.dflash.config import BlockConfig, block_taps
-from assisted.methods.dflash.draft import BlockDrafting
+from assisted.methods.dflash.draft import Block, BlockDrafting, BlockRunner
 from assisted.methods.dflash.head import BlockHead
-from assisted.methods.dflash.runner import Block, BlockRunner
 from assisted.methods.dflash.train import after, draft_blocks, teacher_forced
 from assisted.methods.eagle import draft as eagle
 from assisted.methods.eagle.config import FULL, SLIDING

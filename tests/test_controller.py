@@ -567,7 +567,7 @@ def test_a_draft_reads_the_prompt_only_for_an_answer_of_enough_tokens(share, pro
 def test_a_head_of_a_hybrid_reads_the_prompt_only_for_long_answers(monkeypatch):
     """In seconds that count columns: by its weights, the head reads the prompt in the time of five forward passes."""
     clock, read = SimpleNamespace(seconds=0.0), []
-    monkeypatch.setattr("assisted.core.clock.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
+    monkeypatch.setattr("assisted.core.host.time", SimpleNamespace(perf_counter=lambda: clock.seconds))
 
     def costs(owner, name, cost):
         run = getattr(owner, name)

@@ -10,7 +10,7 @@ from made_tokenizers import characters
 from pairs import ENDS, said_by
 
 from assisted import AssistedModelForCausalLM
-from assisted.core import clock
+from assisted.core import host as clock
 from assisted.core.drafts import DraftingStopped
 from assisted.engine.prepared import CallSettings
 

@@ -16,7 +16,7 @@ from assisted import AssistedModelForCausalLM
 from assisted.calls.costs import expected_experts, growth, numbers_read
 from assisted.engine.traits import experts_of
 from assisted.lab.plan.shapes import Shapes
-from assisted.lab.plan.speed import predict, read_per_pass
+from assisted.lab.plan.sizes import predict, read_per_pass
 from assisted.lengths import COLUMN, Adaptive
 from assisted.methods import parse
 

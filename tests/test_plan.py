@@ -35,7 +35,7 @@ from assisted.fast.low_bit import LowBitLinear
 from assisted.fast.products import Product, copied_in, packs
 from assisted.lab.plan import CARDS, Plan, Shapes, Use, parts, plan
 from assisted.lab.plan.devices import bytes_of
-from assisted.lab.plan.speed import read_per_pass
+from assisted.lab.plan.sizes import read_per_pass
 from assisted.lengths.cost_model import expected_tokens
 from assisted.loading.quantization import NAMES, load_quantized, memory_bytes, quantize_copy, stored_bytes
 from assisted.methods import parse

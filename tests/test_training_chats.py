@@ -13,7 +13,7 @@ from test_cli import END, MARKED_TEMPLATE, save_tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from assisted.cli.main import main
-from assisted.lab.training import chats
+from assisted.lab.training import written as chats
 from assisted.methods.shared.training.data import HELD_OUT, Text
 
 

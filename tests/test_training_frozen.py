@@ -10,9 +10,14 @@ from torch import nn
 
 from assisted.methods.eagle.train import EagleSettings, EagleTraining
 from assisted.methods.mtp.train import MTPSettings, MTPTraining
-from assisted.methods.shared.training import frozen
-from assisted.methods.shared.training.features import Features
-from assisted.methods.shared.training.frozen import RoundedLayers, fits_bfloat16, plain_output, rounded_products
+from assisted.methods.shared.training import features as frozen
+from assisted.methods.shared.training.features import (
+    Features,
+    RoundedLayers,
+    fits_bfloat16,
+    plain_output,
+    rounded_products,
+)
 
 SETTING = torch.backends.mkldnn.matmul
 

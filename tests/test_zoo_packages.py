@@ -20,7 +20,6 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.chat import Conversation
 from assisted.cli.arguments import target_and_tokenizer
 from assisted.cli.main import main
-from assisted.zoo import packages
 from tools import grown
 
 NAME, PACKAGED = "zoo:smollm2", zoo.PACKAGED["smollm2"]
@@ -47,7 +46,7 @@ def file(package: Path) -> Path:
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    monkeypatch.setattr(zoo, "find_spec", lambda name: None)
 
 
 # ---- finding
@@ -82,7 +81,7 @@ def test_a_missing_package_is_named_with_both_ways(missing: None) -> None:
 def test_what_is_left_of_a_package_is_no_package(left: str, package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No model in its folder; a module of that name that is no folder; a module without a spec."""
     if left == "module":
-        monkeypatch.setattr(packages, "find_spec", lambda name: ModuleSpec(name, None))
+        monkeypatch.setattr(zoo, "find_spec", lambda name: ModuleSpec(name, None))
     if left == "spec":
         monkeypatch.setitem(sys.modules, PACKAGED.module, type(sys)(PACKAGED.module))
         sys.modules[PACKAGED.module].__spec__ = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import lengths
 from .. import methods as drafters
-from ..core.lossy import LossyTypical
+from ..core.acceptance import LossyTypical
 from ..engine.libraries import CACHE
 from ..engine.pool import SessionPool, require_pool
 from ..fast.graphs import require_mode

@@ -17,8 +17,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from ..distribution import require_temperature
+from ..extras import closest
 from ..lengths import Adaptive, Confidence, DraftLength, Fixed
-from ..loading.names import closest
 from ..methods import NGram
 
 OTHER_MODES = {  # with their counterparts here, if any

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..loading import names
+from .. import extras
 
 DEFAULT = " (default: %(default)s)"
 STORED = ("float32", "bfloat16", "float16")  # of files
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            error.message += names.did_you_mean(str(value), map(str, action.choices or ()))
+            error.message += extras.did_you_mean(str(value), map(str, action.choices or ()))
             raise
 
 
@@ -140,7 +140,7 @@ def int_or_name(value: str) -> int | str:
 
 def dtype_name(value: str) -> str:
     """A dtype's name as torch has it; fp16 and the like are its short names."""
-    return names.DTYPES.get(value, value)
+    return extras.DTYPES.get(value, value)
 
 
 def use_threads(count: int | None) -> None:

@@ -46,9 +46,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from ..lab.bench.page import page
     from ..lab.bench.plots import require_matplotlib
-    from ..lab.bench.table import table
+    from ..lab.bench.table import page, table
 
     if args.html is not None:
         require_matplotlib()  # not after an hour of measuring

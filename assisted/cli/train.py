@@ -142,9 +142,8 @@ def _train(name: str, found: argparse.Namespace) -> None:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     import torch
 
-    from ..lab.training.chats import with_chats
     from ..lab.training.trainer import train
-    from ..lab.training.written import with_written
+    from ..lab.training.written import with_chats, with_written
     from ..methods.shared.training.data import Text, read_text
     from ..methods.shared.training.method import Start
 

@@ -1,5 +1,6 @@
-"""The host: copying numbers to a device without waiting for the device, free memory, and the name of the processor.
+"""The host: its clock, copying numbers to a device without waiting for the device, free memory, and the name of the processor.
 
+Everything that takes seconds asks the clock, with a device if its work is to be waited for.
 A copy from pageable memory to a CUDA device waits for all queued work; a copy from pinned memory does not.
 """
 
@@ -8,7 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +68,57 @@ def processor() -> str:
     lines = about.read_text().splitlines() if about.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def now(device: torch.device | None = None) -> float:
+    """Seconds since a moment in the past; of a device, after all work queued on it is done."""
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """The result of `run`, and how many seconds it took. Waits for the device before and after."""
+    started = now(device)
+    result = run()
+    return result, now(device) - started
+
+
+@contextmanager
+def once(settings: Any) -> Iterator[None]:
+    """A context with one-time work of a call, which does not predict how long later steps take."""
+    started = now()
+    try:
+        yield
+    finally:
+        settings.spent_once += now() - started
+
+
+class Stopwatch:
+    """Times steps without one-time work.
+
+    settings: those of the call; they count the seconds of one-time work.
+    """
+
+    def __init__(self, settings: Any):
+        self.settings = settings
+        self.start()
+
+    def start(self, before: float = 0.0) -> None:
+        """Begin the first step. before: seconds that it has taken already."""
+        self.times = [self._now() - before]
+
+    def lap(self) -> None:
+        """End a step and begin another one."""
+        self.times.append(self._now())
+
+    def since(self) -> float:
+        """Seconds since the last step ended."""
+        return self._now() - self.times[-1]
+
+    def laps(self) -> list[float]:
+        """Seconds of each step; if several processes work together, those of the slowest one."""
+        return self.settings.ranks.largest([end - start for start, end in pairwise(self.times)])
+
+    def _now(self) -> float:
+        return now() - self.settings.spent_once

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .clock import now
 from .drafts import Round
+from .host import now
 
 __all__ = ["Recorder", "Report"]
 

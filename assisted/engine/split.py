@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from ..core.clock import timed
 from ..core.drafts import Draft
+from ..core.host import timed
 from .parts import Inject, back, few_ids, front, try_out
 from .runner import CachedModel
 

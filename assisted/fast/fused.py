@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..core.clock import once
+from ..core.host import once
 from ..engine.agreement import agree
 from ..engine.cache import SlotCache
 from ..engine.hooks import any_touched, is_touched, is_untouched, looked_over

@@ -21,8 +21,8 @@ from torch import nn
 from torch.random import fork_rng
 from transformers import PreTrainedModel
 
-from ..core.clock import now
 from ..core.drafts import Draft
+from ..core.host import now
 from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.hooks import obstacle

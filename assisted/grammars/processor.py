@@ -15,8 +15,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor
 
 from ..engine.libraries import GRAMMARS
-from .libraries import XGrammar, matcher_of
-from .matcher import Place, masked
+from .matcher import Place, XGrammar, masked, matcher_of
 
 
 class PrefixProcessor(LogitsProcessor):

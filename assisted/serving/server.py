@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ..core.clock import now
+from ..core.host import now
 from ..modeling import AssistedModelForCausalLM
 from . import fields
 from .answers import LEFT, Answers, Show

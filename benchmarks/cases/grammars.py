@@ -9,7 +9,7 @@ from transformers import LogitsProcessor
 
 from assisted import AssistedModelForCausalLM
 from assisted.grammars import GrammarProcessor
-from assisted.grammars.libraries import matcher_of
+from assisted.grammars.matcher import matcher_of
 from assisted.lab.bench.table import percent
 
 END = 256  # the stop token, after the 256 bytes

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
 
 from assisted import Eagle, distribution
-from assisted.core import acceptance, clock
+from assisted.core import acceptance
+from assisted.core import host as clock
 from assisted.engine import trust
 from assisted.methods.shared.guarded import Guarded
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from html import escape
 
-from ..bench.page import document
+from ..bench.table import document
 from .checks import FAILED, NOT_TESTED, Audit
 
 _STYLE = """

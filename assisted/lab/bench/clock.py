@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from ...core.clock import now
+from ...core.host import now
 
 T = TypeVar("T")
 Progress = Callable[[str, float], None]

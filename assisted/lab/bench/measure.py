@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import zoo
-from ...core.clock import now
+from ...core.host import now
 from ...loading.backends import find, placed
 from ...methods import METHODS, DraftModel, parse
 from ...methods.shared.registry import split

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from ...extras import install
-from ...loading.names import did_you_mean
+from ...extras import did_you_mean, install
 from ...zoo import corpus
 from . import held_out
 

@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ...core.clock import now, timed
 from ...core.drafts import DraftingStopped
+from ...core.host import now, timed
 from ...core.report import Report
 from ...distribution import require_seed, require_temperature
 from ...engine.traits import Traits

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.acceptance import top1
-from ...core.clock import now, timed
+from ...core.host import now, timed
 from ...engine.prepared import CallSettings
 from ...engine.recurrent import slots_for, target_runner
 from ...engine.verifiable import masks_of

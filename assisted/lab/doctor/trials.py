@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...core.clock import now
+from ...core.host import now
 from ...engine.traits import Traits
 from ...fast import native
 from ...lengths.cost_model import COLUMN, Costs, Timings

@@ -15,8 +15,7 @@ from ...methods import DraftModel, parse
 from ...methods.shared.base import Spec
 from .devices import Device, bytes_of, card, here
 from .shapes import Shapes
-from .sizes import Part, Use, parts, weight_bytes
-from .speed import Speed, predict
+from .sizes import Part, Speed, Use, parts, predict, weight_bytes
 
 GB = 10**9
 _LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4")}

@@ -13,7 +13,7 @@ import math
 import signal
 import statistics
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ...core.clock import now
-from ...core.host import free_memory
+from ...core.host import free_memory, now
+from ...extras import install
 from ...methods.shared.training.data import Text, Windows, pack
 from ...methods.shared.training.losses import Agreement
 from ...methods.shared.training.method import Method, fitting_batch, needs
 from ...methods.shared.training.plan import Plan
 from . import checkpoints
-from .plot import draw
 
 __all__ = ["train"]
 
@@ -279,3 +278,32 @@ def _line_step(line: str) -> float:
         return json.loads(line)["step"]
     except ValueError:  # the last line of a run that was killed
         return math.inf
+
+
+SMOOTHING = 50  # points of the loss curve, each an average over a stretch of steps
+
+
+def draw(metrics: Path, picture: Path, title: str, axis: str, positions: Sequence[int]) -> str:
+    """Draw training.jsonl into a file. Returns a line that names the file or the missing library."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return f"no plot: it needs matplotlib ({install('train')})"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    measured = [row for row in rows if "greedy" in row]
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    size = max(1, len(losses) // SMOOTHING)
+    groups = [losses[start : start + size] for start in range(0, len(losses), size)]
+    left.plot([group[-1][0] for group in groups], [sum(loss for _, loss in group) / len(group) for group in groups])
+    left.set(xlabel="step", ylabel="loss", title=title)
+    for index, number in enumerate(positions):
+        steps = [row["step"] for row in measured]
+        right.plot(steps, [row["greedy"][index] for row in measured], marker=".", label=f"{axis} {number}")
+    right.set(xlabel="step", ylabel="accepted at temperature 0", title="held-out text, teacher-forced", ylim=(0, 1))
+    right.legend()
+    figure.savefig(picture, dpi=120)
+    return f"plot: {picture}"

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.acceptance import top1
-from ...core.clock import timed
 from ...core.drafts import Draft, Round
+from ...core.host import timed
 from ...core.text import Text
 from ...distribution import Distribution, probabilities
 from ...engine.agreement import agree
@@ -25,7 +25,7 @@ from ...engine.split import Begun, Split
 from ...engine.traits import Traits, require_rewindable
 from ...lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..shared.base import Call, Room, Spec, Target
-from ..shared.part import PartDrafter, PartDrafting
+from ..shared.chain import PartDrafter, PartDrafting
 from ..shared.registry import register
 
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from ... import zoo
 from ...engine.parts import unwrapped
 from ...engine.traits import Traits
-from ...extras import Registry
+from ...extras import Registry, did_you_mean
 from ...loading.files import fields_of, loading, local_folder
-from ...loading.names import did_you_mean
 from .base import Spec
 
 S = TypeVar("S", bound=type[Spec])

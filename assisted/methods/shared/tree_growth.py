@@ -13,8 +13,8 @@ from itertools import zip_longest
 
 import torch
 
-from ...core.clock import now
 from ...core.drafts import Draft
+from ...core.host import now
 from ...core.text import Text
 from ...distribution import probabilities
 from ...engine.tree_reader import NodeReader

@@ -13,8 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ....engine.needs import find_final_norm
 from ....engine.parts import find_layers
 from ..heads import Head
-from .features import Seen
-from .frozen import plain_output, rounded_products
+from .features import Seen, plain_output, rounded_products
 from .losses import Agreement, agreement, divergence, divergence_of_states, log_probabilities, summed
 from .masks import unrolled_mask
 from .method import Method

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .frozen import rounded_products
+from .features import rounded_products
 
 Loss = Literal["kl", "reverse-kl", "tv", "kl+tv", "nla", "lk-hybrid"]
 _IMPOSSIBLE = -100.0  # log-probability of tokens that a distribution excludes

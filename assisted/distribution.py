@@ -111,23 +111,15 @@ class Draws:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How the next token is chosen from the logits.
+    """How the next token is chosen from the logits."""
 
-    Args:
-        processors: the logits processors that `generate` prepared, in order.
-        do_sample: draw from the distribution; otherwise take its argmax.
-        lossy: the inexact acceptance rule, if the caller has explicitly asked for it.
-        draws: the numbers that tokens are drawn with, if these must not depend on drafts.
-        grammars: those of the processors that have one, by id of the processor. They are in use once scores were computed.
-        drafts: for drafts, where text outside a grammar is no error.
-    """
-
-    processors: LogitsProcessorList
-    do_sample: bool
-    lossy: LossyTypical | None = None
-    draws: Draws | None = None
+    processors: LogitsProcessorList  # the logits processors that `generate` prepared, in order
+    do_sample: bool  # draw from the distribution; otherwise take its argmax
+    lossy: LossyTypical | None = None  # the inexact acceptance rule, if the caller has explicitly asked for it
+    draws: Draws | None = None  # the numbers that tokens are drawn with, if these must not depend on drafts
+    # those of the processors that have one, by id of the processor. They are in use once scores were computed.
     grammars: Mapping[int, Grammar] = field(default_factory=dict)
-    drafts: bool = False
+    drafts: bool = False  # for drafts, where text outside a grammar is no error
 
     def __post_init__(self) -> None:
         if not self.drafts:

@@ -55,18 +55,14 @@ class _Plainly(Exception):
 
 @dataclass
 class Generation:
-    """One assisted call of `generate`.
+    """One assisted call of `generate`."""
 
-    Args:
-        pair: has the target, the `generation_config`, the `drafter` and the `graphs`.
-        start_length: creates the draft length policy's state, given the number of rows and whether the call samples.
-        ignored: called with name and value of each setting in the target's config that is ignored.
-        recorder, settings, asks: those of this call.
-    """
-
-    pair: Any
+    pair: Any  # has the target, the `generation_config`, the `drafter` and the `graphs`
+    # creates the draft length policy's state, given the number of rows and whether the call samples
     start_length: Callable[[int, bool], Length]
+    # called with name and value of each setting in the target's config that is ignored
     ignored: Callable[[str, Any], None]
+    # recorder, settings, asks: those of this call
     recorder: Recorder
     settings: CallSettings
     asks: Settings

@@ -38,21 +38,15 @@ _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
 
 @dataclass(frozen=True)
 class Loaded:
-    """A target and what belongs to it.
+    """A target and what belongs to it."""
 
-    Args:
-        target, tokenizer, settings: those of the pair.
-        origin: where the target was read.
-        for_draft: arguments for loading the draft.
-        folder: of the saved pair that names the draft; None if the caller does.
-    """
-
+    # target, tokenizer, settings: those of the pair
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     settings: Settings
-    origin: str
-    for_draft: dict[str, Any]
-    folder: Path | None
+    origin: str  # where the target was read
+    for_draft: dict[str, Any]  # arguments for loading the draft
+    folder: Path | None  # of the saved pair that names the draft; None if the caller does
 
 
 def load(

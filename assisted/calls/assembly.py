@@ -40,30 +40,22 @@ from .inputs import LoopInputs
 
 @dataclass
 class Assembly:
-    """What one call runs.
+    """What one call runs."""
 
-    Args:
-        inputs, settings, text, distribution, length: those of the call.
-        drafter, tokenizer: those of the pair.
-        target: over its slots, which have read nothing of the prompt yet.
-        known: how many columns of the prompt the slots hold.
-        passes: what the target's forward passes will run as.
-        session: in which the call goes on, if it does.
-        own: the state of the drafter, once it has been started.
-    """
-
+    # inputs, settings, text, distribution, length: those of the call
     inputs: LoopInputs
     settings: CallSettings
     text: Text
     distribution: Distribution
     length: Length
+    # drafter, tokenizer: those of the pair
     drafter: Drafter
     tokenizer: Any
-    target: CachedModel
-    known: int
-    passes: str
-    session: Session | None
-    own: Drafting | None = None
+    target: CachedModel  # over its slots, which have read nothing of the prompt yet
+    known: int  # how many columns of the prompt the slots hold
+    passes: str  # what the target's forward passes will run as
+    session: Session | None  # in which the call goes on, if it does
+    own: Drafting | None = None  # the state of the drafter, once it has been started
 
     def drafting(self) -> Guarded:
         """Start the drafter, once the target has read the prompt; with guesses from the call's grammar, if it has one."""

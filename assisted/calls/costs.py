@@ -40,19 +40,12 @@ class Measured:
 
 @dataclass
 class CallLengths:
-    """The draft lengths of one call, which may have several texts.
+    """The draft lengths of one call, which may have several texts."""
 
-    Args:
-        pair: has the target, the drafter and `measured`; its `length` is the last one started.
-        policy: that of the call.
-        ranks: the processes that must decide alike.
-        started: by kind of call.
-    """
-
-    pair: Any
-    policy: DraftLength
-    ranks: Ranks
-    started: list[tuple[Any, Length]] = field(default_factory=list)
+    pair: Any  # has the target, the drafter and `measured`; its `length` is the last one started
+    policy: DraftLength  # that of the call
+    ranks: Ranks  # the processes that must decide alike
+    started: list[tuple[Any, Length]] = field(default_factory=list)  # by kind of call
 
     def start(self, rows: int, do_sample: bool) -> Length:
         """The policy's state for a text. It may continue from the measurements of the last finished call of its kind."""

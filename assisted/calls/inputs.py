@@ -28,24 +28,17 @@ def beside_text(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LoopInputs:
-    """The inputs of a loop over tokens.
+    """The inputs of a loop over tokens."""
 
-    Args:
-        model: the target without an adapter's wrapper.
-        ids: [B, P] int64, the prompt, which is empty beside `inputs_embeds`.
-        processors, criteria: lists of transformers' logits processors and stopping criteria.
-        config: the settings of the call.
-        kwargs: arguments of the model's forward, with the cache. Of an encoder-decoder, those of its decoder.
-        encoded: of an encoder-decoder, what its encoder has read.
-    """
-
-    model: Any
-    ids: torch.Tensor
+    model: Any  # the target without an adapter's wrapper
+    ids: torch.Tensor  # [B, P] int64, the prompt, which is empty beside `inputs_embeds`
+    # processors, criteria: lists of transformers' logits processors and stopping criteria
     processors: Any
     criteria: Any
-    config: GenerationConfig
+    config: GenerationConfig  # the settings of the call
+    # arguments of the model's forward, with the cache. Of an encoder-decoder, those of its decoder.
     kwargs: dict[str, Any]
-    encoded: Encoded | None = None
+    encoded: Encoded | None = None  # of an encoder-decoder, what its encoder has read
 
     @property
     def cache_name(self) -> str:

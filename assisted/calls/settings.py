@@ -16,26 +16,17 @@ from ..methods import DraftModel, Spec
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a pair, or of one call.
+    """The settings of a pair, or of one call."""
 
-    Args:
-        spec: the draft.
-        draft_length: when to stop drafting.
-        fast, exact: how forward passes run and how exactly, see `AssistedModelForCausalLM.from_pretrained`.
-        sessions: what earlier calls have read; None reads every prompt whole.
-        drafts: whether to draft.
-        lossy: a rule that accepts more than the target's distribution, for this call.
-        named: what drafts, for the report, if the call has named it.
-    """
-
-    spec: Spec
-    draft_length: lengths.DraftLength
+    spec: Spec  # the draft
+    draft_length: lengths.DraftLength  # when to stop drafting
+    # fast, exact: how forward passes run and how exactly, see `AssistedModelForCausalLM.from_pretrained`
     fast: str = "auto"
     exact: str | None = None
-    sessions: SessionPool | None = None
-    drafts: bool = True
-    lossy: LossyTypical | None = None
-    named: str | None = None
+    sessions: SessionPool | None = None  # what earlier calls have read; None reads every prompt whole
+    drafts: bool = True  # whether to draft
+    lossy: LossyTypical | None = None  # a rule that accepts more than the target's distribution, for this call
+    named: str | None = None  # what drafts, for the report, if the call has named it
 
     @classmethod
     def parsed(

@@ -86,19 +86,12 @@ def require_own_drafting(config: GenerationConfig | None, own: GenerationConfig 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call asks for in transformers' words, in those of this package.
+    """What a call asks for in transformers' words, in those of this package."""
 
-    Args:
-        draft: for this call; None for the pair's own.
-        draft_tokenizer: of a draft model.
-        length: for this call; None if nothing is said of it.
-        settings: the settings that these stand for, which are the nearest and not the same.
-    """
-
-    draft: Any
-    draft_tokenizer: Any
-    length: DraftLength | None
-    settings: dict[str, Any]
+    draft: Any  # for this call; None for the pair's own
+    draft_tokenizer: Any  # of a draft model
+    length: DraftLength | None  # for this call; None if nothing is said of it
+    settings: dict[str, Any]  # the settings that these stand for, which are the nearest and not the same
 
     def __str__(self) -> str:
         given = ", ".join(f"{name} = {value!r}" for name, value in self.settings.items())

@@ -39,23 +39,16 @@ def position_embedding(model: Any) -> str | None:
 
 @dataclass
 class Encoded:
-    """What the encoder made of a call's input.
+    """What the encoder made of a call's input."""
 
-    Args:
-        states: [B, S, D], the encoder's output.
-        mask: [B, S], 0 at padding; None without padding.
-        source: what the encoder has read, for drafts with an encoder of their own: [B', ...] ids or features, where B is a
-            multiple of B'. None if it is unknown.
-        encoder: the module that has read it.
-        cache: that of both attentions, which `generate` prepared.
-        crosses: the cross-attention's keys and values, by the rows that they are of.
-    """
-
-    states: torch.Tensor
-    mask: torch.Tensor | None = None
+    states: torch.Tensor  # [B, S, D], the encoder's output
+    mask: torch.Tensor | None = None  # [B, S], 0 at padding; None without padding
+    # what the encoder has read, for drafts with an encoder of their own: [B', ...] ids or features, where B is a
+    # multiple of B'. None if it is unknown.
     source: torch.Tensor | None = None
-    encoder: Any = None
-    cache: Any = None
+    encoder: Any = None  # the module that has read it
+    cache: Any = None  # that of both attentions, which `generate` prepared
+    # the cross-attention's keys and values, by the rows that they are of
     crosses: dict[tuple[int, ...], DynamicCache] = field(default_factory=dict)
 
     @classmethod

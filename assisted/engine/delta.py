@@ -25,18 +25,12 @@ activations, [R, n, any] each."""
 
 @dataclass(frozen=True)
 class Read:
-    """What a layer has read in the last forward pass, until it is known which columns stay. R running rows, H heads.
+    """What a layer has read in the last forward pass, until it is known which columns stay. R running rows, H heads."""
 
-    Args:
-        columns: how they follow one another.
-        inputs: [R, C, K + n], the convolution's, after the K before them.
-        decay: [R, H, n] float32, log of the decay from the committed state to each column.
-        keys, values: [R, H, n, any] float32, what each column writes.
-    """
-
-    columns: Columns
-    inputs: torch.Tensor
-    decay: torch.Tensor
+    columns: Columns  # how they follow one another
+    inputs: torch.Tensor  # [R, C, K + n], the convolution's, after the K before them
+    decay: torch.Tensor  # [R, H, n] float32, log of the decay from the committed state to each column
+    # keys, values: [R, H, n, any] float32, what each column writes
     keys: torch.Tensor
     values: torch.Tensor
 

@@ -23,19 +23,15 @@ class Unread(Draft):
 
 @dataclass(frozen=True)
 class Masks:
-    """The kind of attention mask that a model takes.
+    """The kind of attention mask that a model takes."""
 
-    Args:
-        trees: the model takes 4-D masks, so rows of different lengths and token trees can share a forward pass. Otherwise
-            (ALiBi, flash attention, chunked attention) slots are right-aligned and only chains are verified.
-        windows: the sliding window of each layer type, None for full attention. With one entry, all layers share a mask;
-            with several, masks are a dict by layer type.
-        additive: eager attention adds the mask; sdpa takes booleans.
-    """
-
+    # the model takes 4-D masks, so rows of different lengths and token trees can share a forward pass. Otherwise
+    # (ALiBi, flash attention, chunked attention) slots are right-aligned and only chains are verified.
     trees: bool
+    # the sliding window of each layer type, None for full attention. With one entry, all layers share a mask; with
+    # several, masks are a dict by layer type.
     windows: dict[str, int | None]
-    additive: bool
+    additive: bool  # eager attention adds the mask; sdpa takes booleans
 
     def made(
         self,
@@ -144,16 +140,12 @@ def _parents(draft: Draft) -> list[list[int]] | None:
 
 @dataclass(frozen=True)
 class Columns:
-    """How the columns of a forward pass follow one another.
+    """How the columns of a forward pass follow one another."""
 
-    Args:
-        width: n.
-        ancestors: [R, n, n] bool, whether column j is on the path to column i, itself included; None for a chain.
-        parents: [R, n - 1] int64, the column before each column but the first, on its path; None for a chain.
-    """
-
-    width: int
+    width: int  # n
+    # [R, n, n] bool, whether column j is on the path to column i, itself included; None for a chain
     ancestors: torch.Tensor | None = None
+    # [R, n - 1] int64, the column before each column but the first, on its path; None for a chain
     parents: torch.Tensor | None = None
 
     @classmethod

@@ -31,15 +31,10 @@ def unwrapped(model: Any) -> Any:
 
 @dataclass(frozen=True)
 class Layers:
-    """Where a model keeps its decoder layers.
+    """Where a model keeps its decoder layers."""
 
-    Args:
-        path: attribute names from the model to the list.
-        forms: what each layer returns.
-    """
-
-    path: tuple[str, ...]
-    forms: tuple[Form, ...]
+    path: tuple[str, ...]  # attribute names from the model to the list
+    forms: tuple[Form, ...]  # what each layer returns
 
     def __len__(self) -> int:
         return len(self.forms)

@@ -23,27 +23,17 @@ from .trust import Code, Trust, trust
 
 @dataclass
 class CallSettings:
-    """How one `generate` runs its forward passes, and whether it has returned.
+    """How one `generate` runs its forward passes, and whether it has returned."""
 
-    Args:
-        mode: one of `fast.graphs.MODES`.
-        bits: a column's bits must not depend on what else a forward pass computes.
-        over: the call has returned, so the next one may use the captured forward passes.
-        outlives: a session keeps the slots of the target and of the drafter after the call.
-        spent_once: seconds that the call has spent so far on one-time work, mainly captures.
-        ranks: the processes that must decide alike, because each holds a part of the weights.
-        warnings: what has failed in this call and only cost speed, for `core.report.warnings`.
-        read: the target's `fast.sources.Weights`, if the call has just read them, until they are used.
-    """
-
-    mode: str = "eager"
-    bits: bool = False
-    over: bool = False
-    outlives: bool = False
-    spent_once: float = 0.0
-    ranks: Ranks = ALONE
+    mode: str = "eager"  # one of `fast.graphs.MODES`
+    bits: bool = False  # a column's bits must not depend on what else a forward pass computes
+    over: bool = False  # the call has returned, so the next one may use the captured forward passes
+    outlives: bool = False  # a session keeps the slots of the target and of the drafter after the call
+    spent_once: float = 0.0  # seconds that the call has spent so far on one-time work, mainly captures
+    ranks: Ranks = ALONE  # the processes that must decide alike, because each holds a part of the weights
+    # what has failed in this call and only cost speed, for `core.report.warnings`
     warnings: list[str] = field(default_factory=list)
-    read: Any = None
+    read: Any = None  # the target's `fast.sources.Weights`, if the call has just read them, until they are used
     _trusted: dict[int, Trust] = field(default_factory=dict)
     _checked: set[Code] = field(default_factory=set)
 
@@ -100,43 +90,33 @@ def through_all(
 
 @dataclass(frozen=True)
 class PreparedModule:
-    """A module as it is run: unchanged, or in the form that `fast.fused` builds.
+    """A module as it is run: unchanged, or in the form that `fast.fused` builds."""
 
-    Args:
-        module: a causal LM, or a head.
-        through_parts: call the embedding, layers, norm and head in turn, because the model's forward adds the cost of a small
-            layer. Only for models with no other parts: fused ones, and drafts that pass `is_sum_of_parts`, where an error
-            costs only speed.
-        last_only: its layers can skip prompt positions whose output is not used.
-        copied: the parameters that the module has copied. `fast.fused` checks them for changes in every call.
-        low_bit_bytes: bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
-        warning: why a faster form was built but is not used; None if nothing failed.
-        is_own: it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
-        kind: distinguishes the modules of a call that run over the same slots.
-        taps: modules in it whose output is needed in addition to the forward's, by index of the hidden state.
-        inject: for parts and heads, the module that holds their input states.
-        runs: how, for `core.report.passes`.
-        run_layers: runs all layers, given their list, hidden states and a layer's further arguments.
-        keeps_bits: a column has the same bits whatever else a forward pass computes.
-        run_columns: runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`.
-        move: moves columns to earlier slots, given keys and values of all layers and [3, any] int64, the row, target and source
-            of each; returns False if it can't. None: operations of torch move them.
-    """
-
-    module: Any
+    module: Any  # a causal LM, or a head
+    # call the embedding, layers, norm and head in turn, because the model's forward adds the cost of a small layer.
+    # Only for models with no other parts: fused ones, and drafts that pass `is_sum_of_parts`, where an error costs only
+    # speed.
     through_parts: bool = False
-    last_only: bool = False
+    last_only: bool = False  # its layers can skip prompt positions whose output is not used
+    # the parameters that the module has copied. `fast.fused` checks them for changes in every call.
     copied: Sequence[torch.Tensor] = ()
+    # bytes of its low-bit weights. Products with these round to bfloat16, whatever the module's dtype is.
     low_bit_bytes: int = 0
-    warning: str | None = None
+    warning: str | None = None  # why a faster form was built but is not used; None if nothing failed
+    # it runs transformers' own code. Anything else runs whole, because its parts may not add up to it.
     is_own: bool = True
-    kind: Hashable = "whole"
+    kind: Hashable = "whole"  # distinguishes the modules of a call that run over the same slots
+    # modules in it whose output is needed in addition to the forward's, by index of the hidden state
     taps: Mapping[int, Tap] = field(default_factory=dict)
-    inject: Inject | None = None
-    runs: str = "eager"
+    inject: Inject | None = None  # for parts and heads, the module that holds their input states
+    runs: str = "eager"  # how, for `core.report.passes`
+    # runs all layers, given their list, hidden states and a layer's further arguments
     run_layers: Callable[..., torch.Tensor] = one_by_one
-    keeps_bits: bool = False
+    keeps_bits: bool = False  # a column has the same bits whatever else a forward pass computes
+    # runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`
     run_columns: Callable[..., torch.Tensor] = through_all
+    # moves columns to earlier slots, given keys and values of all layers and [3, any] int64, the row, target and source
+    # of each; returns False if it can't. None: operations of torch move them.
     move: Callable[[Sequence[torch.Tensor], torch.Tensor], bool] | None = None
 
     def tapped(self, needs: Needs) -> PreparedModule:

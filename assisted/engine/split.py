@@ -21,21 +21,15 @@ _States = Mapping[int, torch.Tensor]
 
 @dataclass(frozen=True)
 class Begun:
-    """The columns of a round that the front has read.
+    """The columns of a round that the front has read."""
 
-    Args:
-        draft: the draft of these columns.
-        end: how many layers the front has.
-        states: of layer `end - 1`, and others that are needed of layers before: [..., B, m, D] for the first m of n + 1
-            columns; m is n or n + 1.
-        lengths: each row's length before these columns.
-        measured: run the whole model instead of the back, and measure the states after these numbers of layers; None does not.
-    """
-
-    draft: Draft
-    end: int
+    draft: Draft  # the draft of these columns
+    end: int  # how many layers the front has
+    # of layer `end - 1`, and others that are needed of layers before: [..., B, m, D] for the first m of n + 1 columns;
+    # m is n or n + 1
     states: _States
-    lengths: list[int]
+    lengths: list[int]  # each row's length before these columns
+    # run the whole model instead of the back, and measure the states after these numbers of layers; None does not
     measured: Sequence[int] | None = None
 
 

@@ -23,18 +23,13 @@ UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer 
 
 @dataclass(frozen=True)
 class Sublayer:
-    """A part of a model that can be skipped.
+    """A part of a model that can be skipped."""
 
-    Args:
-        layer: index of its layer.
-        modules: its modules, by their path in the layer, and what each returns. Empty for the whole layer.
-        share: its share of the weights that a forward pass over one token reads.
-        error: what its layer raised without attention and MLP, so that it can be skipped as a whole only; None otherwise.
-    """
-
-    layer: int
+    layer: int  # index of its layer
+    # its modules, by their path in the layer, and what each returns. Empty for the whole layer.
     modules: tuple[tuple[Path, Form], ...]
-    share: float
+    share: float  # its share of the weights that a forward pass over one token reads
+    # what its layer raised without attention and MLP, so that it can be skipped as a whole only; None otherwise
     error: str | None = None
 
 

@@ -47,40 +47,26 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 @dataclass(frozen=True)
 class Traits:
-    """What a causal LM can do.
+    """What a causal LM can do."""
 
-    Args:
-        vocabulary: V, the size of its embedding.
-        layers: the number of decoder layers.
-        context: the number of positions it supports.
-        masks: the attention masks it takes.
-        column_masks: of a recurrent model whose layers can run over columns, the masks that it then takes. They are `masks` if
-            that needs no copies of states.
-        keeps: what its cache holds that slots can't hold, for messages; empty if it holds only keys and values.
-        is_recurrent: it keeps states in transformers' own cache layers, and nothing else except keys and values.
-        experts: the experts of a layer, and how many of them a position chooses; None without a choice.
-        cache_argument: the argument in which its forward takes a cache.
-        takes_positions: its forward takes positions.
-        is_given_positions: `generate` gives it positions. Otherwise it counts them itself, including padding.
-        takes_logits_to_keep: its forward can compute the last logits only.
-        reads: what its prompts may hold beside text: "image", "video", "audio".
-        crosses: it is an encoder-decoder. Everything else is then about its decoder.
-    """
-
-    vocabulary: int
-    layers: int
-    context: int
-    masks: Masks
+    vocabulary: int  # V, the size of its embedding
+    layers: int  # the number of decoder layers
+    context: int  # the number of positions it supports
+    masks: Masks  # the attention masks it takes
+    # of a recurrent model whose layers can run over columns, the masks that it then takes. They are `masks` if that
+    # needs no copies of states.
     column_masks: Masks | None
+    # what its cache holds that slots can't hold, for messages; empty if it holds only keys and values
     keeps: tuple[str, ...]
-    is_recurrent: bool
+    is_recurrent: bool  # it keeps states in transformers' own cache layers, and nothing else except keys and values
+    # the experts of a layer, and how many of them a position chooses; None without a choice
     experts: tuple[int, int] | None
-    cache_argument: str
-    takes_positions: bool
-    is_given_positions: bool
-    takes_logits_to_keep: bool
-    reads: frozenset[str]
-    crosses: bool
+    cache_argument: str  # the argument in which its forward takes a cache
+    takes_positions: bool  # its forward takes positions
+    is_given_positions: bool  # `generate` gives it positions. Otherwise it counts them itself, including padding.
+    takes_logits_to_keep: bool  # its forward can compute the last logits only
+    reads: frozenset[str]  # what its prompts may hold beside text: "image", "video", "audio"
+    crosses: bool  # it is an encoder-decoder. Everything else is then about its decoder.
 
     @property
     def is_rewindable(self) -> bool:
@@ -236,15 +222,10 @@ def _values(config: Any) -> list[Hashable]:
 
 @dataclass(frozen=True)
 class Change:
-    """The position at which a model's rotary angles change.
+    """The position at which a model's rotary angles change."""
 
-    Args:
-        position: the first position with other angles than those before it.
-        once: the angles change only there; otherwise they change again at every later position.
-    """
-
-    position: int
-    once: bool
+    position: int  # the first position with other angles than those before it
+    once: bool  # the angles change only there; otherwise they change again at every later position
 
     def room(self, first: int) -> int | None:
         """How many positions, starting at `first`, a forward pass may cover; None for any number."""

@@ -65,21 +65,17 @@ _EXAMINED: weakref.WeakKeyDictionary[type | FunctionType, Code] = weakref.WeakKe
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose code a call of `generate` would run besides transformers' own.
+    """Whose code a call of `generate` would run besides transformers' own."""
 
-    Args:
-        forward: what a forward pass runs that is somebody's; None if all of it is own. If it is not, the model runs through its
-            own forward, and nothing stands in for any of its modules.
-        between: the same for what runs between forward passes, in the cache, or around every operation. Only the model's own
-            `generate` runs it where it should.
-        code: the records of all code examined. Other code, own or not, has other records.
-        hooks: somebody's hooks that may change what a module gets or returns, with their switches. They run with the modules
-            that they are attached to, but only a trial shows whether they treat several tokens as they treat one.
-    """
-
+    # what a forward pass runs that is somebody's; None if all of it is own. If it is not, the model runs through its
+    # own forward, and nothing stands in for any of its modules.
     forward: str | None = None
+    # the same for what runs between forward passes, in the cache, or around every operation. Only the model's own
+    # `generate` runs it where it should.
     between: str | None = None
-    code: tuple[Code, ...] = ()
+    code: tuple[Code, ...] = ()  # the records of all code examined. Other code, own or not, has other records.
+    # somebody's hooks that may change what a module gets or returns, with their switches. They run with the modules
+    # that they are attached to, but only a trial shows whether they treat several tokens as they treat one.
     hooks: tuple[Any, ...] = ()
 
     @property

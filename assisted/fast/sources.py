@@ -159,19 +159,12 @@ class Modules:
 
 @dataclass(frozen=True)
 class Source:
-    """Everything that a faster copy of a model was made from.
+    """Everything that a faster copy of a model was made from."""
 
-    Args:
-        modules: the modules that were read.
-        weights: their parameters.
-        buffers: their buffers.
-        kept: tensors that it does not copy but uses themselves.
-    """
-
-    modules: Modules
-    weights: Weights
-    buffers: Weights
-    kept: Weights = Weights((), None)
+    modules: Modules  # the modules that were read
+    weights: Weights  # their parameters
+    buffers: Weights  # their buffers
+    kept: Weights = Weights((), None)  # tensors that it does not copy but uses themselves
 
     @staticmethod
     def of_model(model: nn.Module, code: tuple[Code, ...]) -> Source:

@@ -74,23 +74,14 @@ def model_at_once(
 
 @dataclass(frozen=True)
 class _Together:
-    """Layers, as they can run together.
+    """Layers, as they can run together."""
 
-    Args:
-        each: without taps; none if they cannot.
-        attend: which of them have attention.
-        taps: by index.
-        dtype: that they compute in; None if they cannot.
-        natives: the layers of the Llama family in C; None of others.
-        vocabulary: of a whole model in C.
-    """
-
-    each: Sequence[Any]
-    attend: Sequence[bool]
-    taps: Sequence[tuple[int, Tap]]
-    dtype: torch.dtype | None = None
-    natives: native.NativeLayers | None = None
-    vocabulary: int = 0
+    each: Sequence[Any]  # without taps; none if they cannot
+    attend: Sequence[bool]  # which of them have attention
+    taps: Sequence[tuple[int, Tap]]  # by index
+    dtype: torch.dtype | None = None  # that they compute in; None if they cannot
+    natives: native.NativeLayers | None = None  # the layers of the Llama family in C; None of others
+    vocabulary: int = 0  # of a whole model in C
 
     @staticmethod
     def of(layers: Iterable[nn.Module], model: Any) -> _Together:

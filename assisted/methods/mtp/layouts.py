@@ -17,24 +17,17 @@ FIXED = ("embed_norm", "hidden_norm", "fuse", "end_norm")
 @dataclass(frozen=True)
 class MTPLayout(Layout):
     """How a family names MTP layers. Our names are `0.embed_norm.weight`, `0.layer.NAME` and so on, with the number of the MTP
-    layer; `names` are of transformers' layer. In stored ones, {k} is that number, and {n} goes on from the target's layers.
+    layer; `names` are of transformers' layer. In stored ones, {k} is that number, and {n} goes on from the target's layers."""
 
-    Args:
-        root: the beginning of all names. layer: of those of a decoder layer, after it. places: of `FIXED`, after it; a family
-            may have no end norm.
-        copies: of the target's embedding and head, after the root.
-        hidden_first: the hidden state's columns of `fuse` come first.
-        stacked: experts are stored as one tensor.
-        layers: of the target.
-    """
-
+    # the beginning of all names. layer: of those of a decoder layer, after it. places: of `FIXED`, after it; a family
+    # may have no end norm.
     root: str = ""
     layer: str = ""
     places: tuple[str, ...] = ()
-    copies: tuple[str, ...] = ()
-    hidden_first: bool = False
-    stacked: bool = False
-    layers: int = 0
+    copies: tuple[str, ...] = ()  # of the target's embedding and head, after the root
+    hidden_first: bool = False  # the hidden state's columns of `fuse` come first
+    stacked: bool = False  # experts are stored as one tensor
+    layers: int = 0  # of the target
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -63,15 +56,10 @@ class MTPLayout(Layout):
 @dataclass(frozen=True)
 class GGUFLayout(MTPLayout):
     """llama.cpp's names (its conversion/qwen.py, glm.py and deepseek.py, read in November 2026): experts are stacked, gate and
-    up apart; so are keys and values of latent attention, by heads; one row is a vector.
+    up apart; so are keys and values of latent attention, by heads; one row is a vector."""
 
-    Args:
-        named: llama.cpp's name of a module of a checkpoint with `model.layers.*`.
-        config: the target's text config.
-    """
-
-    named: Callable[[str], str | None] = str
-    config: Any = None
+    named: Callable[[str], str | None] = str  # llama.cpp's name of a module of a checkpoint with `model.layers.*`
+    config: Any = None  # the target's text config
 
     def stored(self, name: str) -> str:
         k, part, rest = name.split(".", 2)

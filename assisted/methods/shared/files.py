@@ -39,18 +39,13 @@ Parts = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """How one producer writes a head.
+    """How one producer writes a head."""
 
-    Args:
-        title: what is written and by whom, for messages.
-        names: what our names begin with, as regular expressions, and what stands for that in the files; the first one counts.
-        read_past: regular expressions of stored names that the head does not use.
-        split: the parts, under our names, in which a tensor of some name and shape is stored; None for whole tensors.
-    """
-
-    title: str = ""
+    title: str = ""  # what is written and by whom, for messages
+    # what our names begin with, as regular expressions, and what stands for that in the files; the first one counts
     names: tuple[tuple[str, str], ...] = ()
-    read_past: tuple[str, ...] = ()
+    read_past: tuple[str, ...] = ()  # regular expressions of stored names that the head does not use
+    # the parts, under our names, in which a tensor of some name and shape is stored; None for whole tensors
     split: Callable[[str, tuple[int, ...]], Parts] | None = None
 
     def stored(self, name: str) -> str:
@@ -75,25 +70,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The config and the tensors of a folder. No tensor is read before `tensors`.
+    """The config and the tensors of a folder. No tensor is read before `tensors`."""
 
-    Args:
-        folder: with all files; or the one file.
-        fields: of its config.json.
-        shapes: of the tensors, by their stored names.
-        files: of each of them.
-        layout: by which our names lead to stored ones.
-        read: gives a stored tensor by its name; None reads the files.
-        advice: what to do about quantized weights that cannot be read, for messages.
-    """
-
-    folder: Path
-    fields: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    files: dict[str, Path]
-    layout: Layout = Layout()
-    read: Callable[[str], Tensor] | None = None
-    advice: str = ""
+    folder: Path  # with all files; or the one file
+    fields: dict[str, Any]  # of its config.json
+    shapes: dict[str, tuple[int, ...]]  # of the tensors, by their stored names
+    files: dict[str, Path]  # of each of them
+    layout: Layout = Layout()  # by which our names lead to stored ones
+    read: Callable[[str], Tensor] | None = None  # gives a stored tensor by its name; None reads the files
+    advice: str = ""  # what to do about quantized weights that cannot be read, for messages
 
     @classmethod
     def open(cls, folder: Path, names: Sequence[str] = FILES, needs_config: bool = True) -> Checkpoint:

@@ -19,18 +19,13 @@ from ...engine.parts import device_of, find_layers
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """The sizes of a head that reads the target's last states.
+    """The sizes of a head that reads the target's last states."""
 
-    Args:
-        hidden_size: H, the target's. vocab_size: V.
-        taps: the hidden state that it reads: the output of the final norm, whose index is the number of layers.
-        max_position_embeddings: of its layers.
-    """
-
-    hidden_size: int
+    hidden_size: int  # H, the target's. vocab_size: V.
     vocab_size: int
+    # the hidden state that it reads: the output of the final norm, whose index is the number of layers
     taps: tuple[int, ...]
-    max_position_embeddings: int = 131_072
+    max_position_embeddings: int = 131_072  # of its layers
 
     @property
     def target_hidden_size(self) -> int:

@@ -29,44 +29,28 @@ ROOT = -1  # stands for the committed text, the parent of the first nodes
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a tree.
+    """Limits of a tree."""
 
-    Args:
-        depth: maximum number of levels.
-        beam: nodes that the model reads in a forward pass.
-        candidates: children of a node.
-        nodes: maximum number of nodes in the draft.
-        room: maximum number of nodes that are read.
-        by_level: only the children of the nodes that were read last are read, as by a head that needs their states; otherwise
-            the best nodes of any level.
-    """
-
-    depth: int
-    beam: int
-    candidates: int
-    nodes: int
-    room: int
+    depth: int  # maximum number of levels
+    beam: int  # nodes that the model reads in a forward pass
+    candidates: int  # children of a node
+    nodes: int  # maximum number of nodes in the draft
+    room: int  # maximum number of nodes that are read
+    # only the children of the nodes that were read last are read, as by a head that needs their states; otherwise the
+    # best nodes of any level
     by_level: bool = False
 
 
 @dataclass
 class Offers:
-    """All candidates of one row, in the order in which they were found.
+    """All candidates of one row, in the order in which they were found."""
 
-    Args:
-        tokens: of each node.
-        parents: of each node.
-        depths: of each node, 1 for the root's children.
-        scores: log-probability of the path to each node.
-        best: the most probable nodes, best first, without those of probability 0.
-        below: for each node that the draft read: its first child, and the draft's probabilities of its children, best first.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    best: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of each node
+    parents: list[int] = field(default_factory=list)  # of each node
+    depths: list[int] = field(default_factory=list)  # of each node, 1 for the root's children
+    scores: list[float] = field(default_factory=list)  # log-probability of the path to each node
+    best: list[int] = field(default_factory=list)  # the most probable nodes, best first, without those of probability 0
+    # for each node that the draft read: its first child, and the draft's probabilities of its children, best first
     below: dict[int, tuple[int, list[float]]] = field(default_factory=dict)
 
     def add(self, parent: int, tokens: list[int], sure: list[float], rates: list[float]) -> None:
@@ -91,22 +75,15 @@ class Offers:
 
 @dataclass
 class Growing:
-    """The trees of all rows while they grow.
+    """The trees of all rows while they grow."""
 
-    Args:
-        text: the committed text.
-        offers: by row.
-        above, reading: by row, the nodes whose children were added last, and those to be read next.
-        forwards: forward passes over nodes so far.
-        seconds: that these took, with the choice of the nodes.
-    """
-
-    text: Text
-    offers: list[Offers]
+    text: Text  # the committed text
+    offers: list[Offers]  # by row
+    # above, reading: by row, the nodes whose children were added last, and those to be read next
     above: list[list[int]]
     reading: list[list[int]]
-    forwards: int = 0
-    seconds: float = 0.0
+    forwards: int = 0  # forward passes over nodes so far
+    seconds: float = 0.0  # that these took, with the choice of the nodes
 
     def worth(self) -> list[float]:
         """Path probabilities of the best nodes, best first: means over the unfinished rows."""

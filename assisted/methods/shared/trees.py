@@ -53,19 +53,12 @@ def from_lists(
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree whose nodes refer to the ranked candidates of their level. Best first, hence parents first.
+    """A tree whose nodes refer to the ranked candidates of their level. Best first, hence parents first."""
 
-    Args:
-        parents: the parent of each node, -1 for the root.
-        depths: level of each node, 1 for the root's children.
-        ranks: index of each node among the candidates of its level.
-        worth: probability of the path to each node.
-    """
-
-    parents: tuple[int, ...]
-    depths: tuple[int, ...]
-    ranks: tuple[int, ...]
-    worth: tuple[float, ...]
+    parents: tuple[int, ...]  # the parent of each node, -1 for the root
+    depths: tuple[int, ...]  # level of each node, 1 for the root's children
+    ranks: tuple[int, ...]  # index of each node among the candidates of its level
+    worth: tuple[float, ...]  # probability of the path to each node
 
     def cut(self, count: int) -> Tree:
         """The best `count` nodes."""

@@ -62,17 +62,11 @@ Point = tuple[Node, int]
 
 @dataclass(frozen=True)
 class Continuation:
-    """A tree of tokens that may follow a point, parents first.
+    """A tree of tokens that may follow a point, parents first."""
 
-    Args:
-        tokens: of the nodes.
-        parents: the parent of each node, -1 for the point itself.
-        probabilities: relative frequency of the path to each node.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    probabilities: list[float]
+    tokens: list[int]  # of the nodes
+    parents: list[int]  # the parent of each node, -1 for the point itself
+    probabilities: list[float]  # relative frequency of the path to each node
 
     @property
     def expected(self) -> float:

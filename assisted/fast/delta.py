@@ -176,7 +176,7 @@ class NativeMixer(DeltaMixer):
         conv = own.conv1d.weight.detach()[:, 0].t().float().contiguous()
         return conv, *(None if part is None else _in_floats(part.detach()).contiguous() for part in small)
 
-    def shape(self, dtype: torch.dtype) -> Shape:
+    def shape(self, dtype: torch.dtype) -> ctypes.Structure:
         """dtype: of the layer."""
         own: Any = self.own
         norm: Any = self.gated_norm
@@ -510,7 +510,7 @@ def _pass(
     around: native.NativePass | None,
     parents: torch.Tensor | None,
     more: int = 0,
-) -> tuple[HybridPass, torch.Tensor]:
+) -> tuple[ctypes.Structure, torch.Tensor]:
     """The struct of a pass, and its buffer, which must outlive it. more: numbers of the buffer for a column. See `run`."""
     rows, width, _ = hidden.shape
     threads = _threads(max(layer.entries for layer in layers) * rows * width)
@@ -537,7 +537,7 @@ def _floats(tensor: torch.Tensor | None, length: int) -> int | None:
     return pointer(tensor, torch.float32, length)
 
 
-def _channels(shape: Shape) -> int:
+def _channels(shape: Any) -> int:
     """Of the convolution."""
     channels: int = 2 * shape.key_heads * shape.dk + shape.heads * shape.dv
     return channels
@@ -546,13 +546,13 @@ def _channels(shape: Shape) -> int:
 _WEIGHTS = "conv", "conv_bias", "a_log", "shift", "norm"
 
 
-def _lengths(shape: Shape) -> tuple[int, ...]:
+def _lengths(shape: Any) -> tuple[int, ...]:
     """Numbers of `_WEIGHTS`."""
     channels = _channels(shape)
     return shape.size * channels, channels, shape.heads, shape.heads, shape.dv
 
 
-def _of_weights(weights: Sequence[torch.Tensor | None], shape: Shape) -> list[int | None]:
+def _of_weights(weights: Sequence[torch.Tensor | None], shape: Any) -> list[int | None]:
     return list(map(_floats, weights, _lengths(shape)))
 
 

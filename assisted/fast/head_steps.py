@@ -145,7 +145,7 @@ class EagleSteps:
         layer, capacity = self.layer.struct, stores[0].shape[2]
         return [pointer(store, self.dtype, layer.key_heads * capacity * layer.head_size) for store in stores]
 
-    def _pass(self, width: int, capacity: int, position: int) -> Pass:
+    def _pass(self, width: int, capacity: int, position: int) -> ctypes.Structure:
         """The struct of a step over so many columns at most, from a position on."""
         if width > self.room[0] or capacity > self.room[1]:
             self._make_room(max(width, self.room[0]), max(capacity, self.room[1]))

@@ -245,7 +245,7 @@ typedef struct {
     const uint8_t *weights; /* of two tiles after two tiles, see `native.py` */
     const float *scales;    /* [outputs], of 8 bits only */
     const float *bias;      /* [outputs], or NULL */
-    const number *const *rows; /* [outputs], weights of 32 or 16 bits where the model has them; NULL if they are packed */
+    const number **rows; /* [outputs], weights of 32 or 16 bits where the model has them; NULL if they are packed */
     int64_t outputs;        /* a multiple of 32 */
     int64_t inputs;         /* a multiple of 32 */
     int64_t bits;           /* 32 of float32; 16, 8 or 4 of bfloat16 */

@@ -1,14 +1,16 @@
 """What crosses from Python into C: addresses of tensors, and the structs of `native.c`, `heads.h` and `delta.c`.
 
-Every address is made by `pointer`, which checks what torch would check. A library's own sizes and offsets are compared with
-these structs when it is loaded. Knows nothing of what the functions in C do.
+Every address is made by `pointer`, which checks what torch would check. The structs are read from the sources in C; a library's
+own sizes and offsets are compared with them when it is loaded. Knows nothing of what the functions in C do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,141 +70,37 @@ def _offsets(struct: type[ctypes.Structure]) -> list[int]:
     return [getattr(struct, name).offset for name, *_ in struct._fields_]
 
 
-# ---- native.c and heads.h ----
+def _declared(files: Sequence[str], names: str, here: str = "") -> tuple[type[ctypes.Structure], ...]:
+    """The structs of these names that files in C declare. here: their names in Python, where these are others.
+
+    A pointer is an address, or takes an array of ctypes if it is one to constant doubles.
+    """
+    text = "".join(Path(__file__).with_name(file).read_text() for file in files)
+    bodies = re.findall(r"typedef struct \{(.*?)\} (\w+);", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL), re.DOTALL)
+    found: dict[str, Any] = {"int64_t": c_int64, "float": c_float}
+    own = dict(zip(names.split(), (here or names).split(), strict=True))
+    for body, name in bodies:
+        if name in own:
+            fields: list[tuple[str, Any]] = []
+            for kind, declared in re.findall(r"((?:const )?\w+) ([^;]+);", body):
+                address = ctypes.POINTER(c_double) if kind == "const double" else c_void_p
+                for one in map(str.strip, declared.split(",")):
+                    fields.append((one.lstrip("*"), address if one.startswith("*") else found[kind]))
+            found[name] = type(own[name], (ctypes.Structure,), {"_fields_": fields})
+    return tuple(found[name] for name in own)
 
 
-class Product(ctypes.Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("weights", "scales", "bias", "rows")),
-        *((name, c_int64) for name in ("outputs", "inputs", "bits", "input_bits")),
-    )
-
-
-class Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, Product) for name in ("heads", "output", "gate_up", "down")),
-        *((name, c_void_p) for name in ("before_attention", "before_mlp", "query_norm", "key_norm")),
-        *((name, c_int64) for name in ("hidden", "inner", "query_heads", "key_heads", "head_size")),
-        *((name, c_float) for name in ("attention_epsilon", "mlp_epsilon", "query_epsilon", "key_epsilon", "scaling")),
-    )
-
-
-class End(ctypes.Structure):
-    _fields_ = (("output", Product), ("weight", c_void_p), ("epsilon", c_float))
-
-
-class Pass(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_void_p) for name in ("cos", "sin")),
-        ("angles", c_int64),
-        ("places", c_void_p),
-        ("first", c_int64),
-        *((name, c_void_p) for name in ("slots", "starts")),
-        *((name, c_int64) for name in ("threads", "at_once")),
-        *((name, c_void_p) for name in ("buffer", "scratch")),
-        ("of_thread", c_int64),
-    )
-
-
-class Head(ctypes.Structure):
-    _fields_ = (
-        ("layer", Layer),
-        ("output", Product),
-        *((name, c_void_p) for name in ("embeddings", "token_norm", "state_norm", "end_norm", "tokens")),
-        *((name, c_int64) for name in ("rows", "vocabulary", "normed_residual", "normed_output")),
-        *((name, c_float) for name in ("token_epsilon", "state_epsilon", "end_epsilon", "tap_epsilon")),
-        ("fuse", Product),
-        ("tap_norms", c_void_p),
-        ("taps", c_int64),
-    )
-
-
-TREE_LIMITS = "depth", "beam", "candidates", "nodes", "room"
+OF_NATIVE = _declared(("native.c", "heads.h"), "Product Layer End Pass Head Tree")
+Product, Layer, End, Pass, Head, Tree = OF_NATIVE
+OF_DELTA = _declared(
+    ("delta.c",), "Shape Columns Product Layer Pass Head", "Shape Columns Floats HybridLayer HybridPass MtpHead"
+)
+Shape, Columns, Floats, HybridLayer, HybridPass, MtpHead = OF_DELTA
 TREE_NODES = "tokens", "parents", "depths", "columns", "children"
 
 
-class Tree(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in TREE_LIMITS),
-        *((name, ctypes.POINTER(c_double)) for name in ("base", "slope", "edges")),
-        *((name, c_int64) for name in ("ranks", "bins")),
-        *((name, c_void_p) for name in (*TREE_NODES, "scores", "sure", "best", "reading")),
-        *((name, c_int64) for name in ("found", "kept", "width", "read", "last", "known")),
-        *((name, c_void_p) for name in ("states", "before", "space", "logits", "angles")),
-        *((name, c_void_p) for name in ("ids", "places", "slots", "starts", "scratch")),
-    )
-
-
-# ---- delta.c ----
-
-
-class Shape(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("key_heads", "heads", "dk", "dv", "size")),
-        *((name, c_float) for name in ("strongest", "epsilon")),
-        *((name, c_int64) for name in ("rounds", "rounds_norm")),
-    )
-
-
-class Columns(ctypes.Structure):
-    """Of a tensor, [R, n, any]; see `columns_of`."""
-
-    _fields_ = (("data", c_void_p), ("stride", c_int64))
-
-
-class Floats(ctypes.Structure):
-    """A product of float32, `Product` in C."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("weights", "bias")),
-        *((name, c_int64) for name in ("outputs", "inputs")),
-    )
-
-
-class HybridLayer(ctypes.Structure):
-    _fields_ = (
-        *((name, Floats) for name in ("into", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("before_mixer", "before_mlp")),
-        *((name, c_float) for name in ("mixer_epsilon", "mlp_epsilon")),
-        *((name, c_int64) for name in ("hidden", "inner", "is_attention")),
-        *((name, c_int64) for name in ("query_heads", "key_heads", "head_size", "turned", "is_gated")),
-        *((name, c_void_p) for name in ("query_norm", "key_norm")),
-        *((name, c_float) for name in ("query_epsilon", "key_epsilon", "scaling")),
-        ("shape", Shape),
-        *((name, c_void_p) for name in ("conv", "conv_bias", "a_log", "shift", "norm")),
-    )
-
-
-class HybridPass(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("rows", "width")),
-        *((name, c_void_p) for name in ("parents", "cos", "sin")),
-        ("angles", c_int64),
-        ("places", c_void_p),
-        ("first", c_int64),
-        *((name, c_void_p) for name in ("slots", "starts")),
-        *((name, c_int64) for name in ("capacity", "threads")),
-        ("buffer", c_void_p),
-        ("top", c_int64),
-        ("scratch", c_void_p),
-    )
-
-
-class MtpHead(ctypes.Structure):
-    _fields_ = (
-        ("fuse", Floats),
-        *((name, c_void_p) for name in ("embed_norm", "hidden_norm", "end_norm")),
-        *((name, c_float) for name in ("embed_epsilon", "hidden_epsilon", "end_epsilon")),
-    )
-
-
-OF_NATIVE = Product, Layer, End, Pass, Head, Tree
-OF_DELTA = Shape, Columns, Floats, HybridLayer, HybridPass, MtpHead
-
-
-def columns_of(tensor: torch.Tensor) -> Columns:
-    """A tensor of float32, [R, n, any], whose columns lie equally far apart through all rows."""
+def columns_of(tensor: torch.Tensor) -> ctypes.Structure:
+    """`Columns` of a tensor of float32, [R, n, any], whose columns lie equally far apart through all rows."""
     apart = tensor.stride(1)
     if (
         tensor.dtype != torch.float32

@@ -26,8 +26,7 @@ from transformers.generation.stopping_criteria import (
 
 from .calls.admission import lent_to, require_prompt, warn_plain, why_own_forward, why_plain
 from .calls.assembly import Assembly, assemble, hand_back, leave, read_prompt, read_to_the_end, running
-from .calls.inputs import LoopInputs
-from .calls.settings import Settings
+from .calls.inputs import LoopInputs, Settings
 from .calls.words import set_in, setting_of
 from .core.host import now
 from .core.report import Recorder

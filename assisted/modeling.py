@@ -25,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from . import lengths
 from .calls.admission import going_on, require_tensors, warn_plain, why_outside_the_loop
 from .calls.costs import CallLengths, Measured
-from .calls.settings import Setting, Settings
+from .calls.inputs import Setting, Settings
 from .calls.words import (
     OTHER_MODES,
     Asked,

@@ -24,7 +24,7 @@ core.lossy:core.acceptance calls.prompt:calls.assembly methods.shared.room:metho
 methods.shared.part:methods.shared.chain methods.shared.training.frozen:methods.shared.training.features
 lab.bench.page:lab.bench.table lab.plan.speed:lab.plan.sizes lab.training.plot:lab.training.trainer
 lab.training.chats:lab.training.written methods.dflash.runner:methods.dflash.draft grammars.libraries:grammars.matcher
-zoo.packages:zoo
+zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_steps
 """
 
 MOVED: dict[str, str] = {

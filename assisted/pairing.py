@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import lengths, zoo
 from . import methods as drafters
-from .calls.settings import Settings
+from .calls.inputs import Settings
 from .calls.words import Asked
 from .configuration import AssistedConfig
 from .engine.parts import device_of

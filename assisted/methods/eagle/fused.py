@@ -16,14 +16,13 @@ from ...engine.parts import with_children
 from ...engine.prepared import PreparedModule
 from ...fast import native
 from ...fast.fused import fused_product
-from ...fast.head_steps import EagleSteps
+from ...fast.head_steps import NO_TABLE, EagleSteps, HeadSteps, embeddings_in_c
 from ...fast.layers import FusedLayer
 from ...fast.native import NativeProduct
 from ...fast.norms import Called, Norm
 from ...fast.products import PackedLinear, Product, may_copy
 from ...fast.shared import Angles, Shared
 from ...fast.sources import Modules, Source, Weights
-from ..shared.steps import NO_TABLE, HeadSteps, embeddings_in_c
 from .head import EagleHead
 
 _NO_FORM = "its layer, its norms or its output have no form in C"

@@ -15,12 +15,12 @@ from ...engine.prepared import PreparedModule
 from ...fast import delta
 from ...fast.families import is_known
 from ...fast.fused import fused_product
+from ...fast.head_steps import NO_TABLE, HeadSteps, embeddings_in_c
 from ...fast.layers import fused_layer
 from ...fast.norms import Called, norm_of
 from ...fast.products import PackedLinear, may_copy
 from ...fast.shared import Angles, Shared
 from ..eagle.fused import fused_head
-from ..shared.steps import NO_TABLE, HeadSteps, embeddings_in_c
 from .head import MTPHead, SequentialMTP
 
 

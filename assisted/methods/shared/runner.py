@@ -21,9 +21,8 @@ from ...engine.passes import Inputs, Runner, slots_for
 from ...engine.prepared import PreparedModule
 from ...engine.tree_reader import NodeReader
 from ...engine.window import dropped_from, keep_last
-from ...fast.head_steps import Shape, TreeInC
+from ...fast.head_steps import HeadSteps, Shape, TreeInC
 from .heads import Head
-from .steps import HeadSteps
 
 
 class Level(NamedTuple):

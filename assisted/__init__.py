@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from . import lengths, zoo
     from .configuration import AssistedConfig
     from .core import acceptance, report
-    from .core.acceptance import LossyTypical
+    from .core.lossy import LossyTypical
     from .engine.pool import SessionPool
     from .grammars import GrammarProcessor, PrefixProcessor
     from .methods import (

@@ -17,9 +17,9 @@ from types import NoneType
 import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
-from .core.acceptance import LossyTypical
 from .core.drafts import Draft
 from .core.host import on_device
+from .core.lossy import LossyTypical
 from .core.text import Text
 from .engine.libraries import processors
 from .engine.trust import blamed

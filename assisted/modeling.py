@@ -37,9 +37,9 @@ from .calls.words import (
     without,
 )
 from .configuration import AssistedConfig
-from .core.acceptance import LossyTypical
 from .core.drafts import Round
 from .core.host import now
+from .core.lossy import LossyTypical
 from .core.report import Recorder, Report
 from .engine.libraries import CACHE, with_cache_renamed
 from .engine.parts import uncompiled, unwrapped

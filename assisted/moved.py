@@ -20,8 +20,7 @@ _HEADS = {"assistant": "assistant", "block": "dflash", "eagle": "eagle", "medusa
 _JOINED = """
 engine.mixers:engine.stepped engine.columns:engine.masks engine.prefill:engine.passes engine.shapes:engine.passes
 engine.rope:engine.traits engine.experts:calls.costs loading.names:extras core.clock:core.host
-core.lossy:core.acceptance calls.prompt:calls.assembly methods.shared.room:methods.shared.base
-methods.shared.part:methods.shared.chain methods.shared.training.frozen:methods.shared.training.features
+calls.prompt:calls.assembly methods.shared.training.frozen:methods.shared.training.features
 lab.bench.page:lab.bench.table lab.plan.speed:lab.plan.sizes lab.training.plot:lab.training.trainer
 lab.training.chats:lab.training.written methods.dflash.runner:methods.dflash.draft grammars.libraries:grammars.matcher
 zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_steps

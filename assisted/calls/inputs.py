@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from .. import lengths
 from .. import methods as drafters
-from ..core.acceptance import LossyTypical
+from ..core.lossy import LossyTypical
 from ..engine.cross import Encoded
 from ..engine.libraries import CACHE, CACHE_NAMES, is_of_caller
 from ..engine.pool import SessionPool, require_pool

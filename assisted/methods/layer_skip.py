@@ -24,7 +24,7 @@ from ..engine.sublayers import Sublayer, find_sublayers, without
 from ..engine.traits import require_rewindable
 from ..lengths.cost_model import ENOUGH, KEEP, PRIOR, DecayedMean, best_speedup
 from .shared.base import Call, Spec, Target
-from .shared.chain import PartDrafter, PartDrafting
+from .shared.part import PartDrafter, PartDrafting
 from .shared.registry import register
 
 LEAST = 4  # minimum number of tokens per row in a trial

@@ -22,7 +22,7 @@ from ..loading.files import without_bars
 from ..loading.quantization import quantize_copy, require_runs, stored_bytes
 from .draft_model.recurrent import RecurrentDrafter
 from .shared.base import Call, Drafter, Drafting, Room, Spec, Target
-from .shared.chain import PartDrafting
+from .shared.part import PartDrafting
 from .shared.registry import register
 
 _SAMPLE = 32  # numbers of each weight, by which a change of the target is noticed

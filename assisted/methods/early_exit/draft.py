@@ -25,7 +25,7 @@ from ...engine.split import Begun, Split
 from ...engine.traits import Traits, require_rewindable
 from ...lengths.cost_model import ENOUGH, KEEP, KEEP_LOCAL, PRIOR, SAMPLES, DecayedMean, best_speedup
 from ..shared.base import Call, Room, Spec, Target
-from ..shared.chain import PartDrafter, PartDrafting
+from ..shared.part import PartDrafter, PartDrafting
 from ..shared.registry import register
 
 MEASURED_COLUMNS = 8  # maximum per round: for every measured layer, each column goes through the output embedding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -24,34 +24,9 @@ from ...engine.traits import Traits
 from ...lengths.base import DraftLength, Length
 from ...loading.files import inside
 from .files import Checkpoint, find_folder
+from .room import Room
 
 __all__ = ["Call", "Drafter", "Drafting", "HeadSpec", "Room", "Spec", "Target", "require_positive"]
-
-
-@dataclass(frozen=True)
-class Room:
-    """A call whose memory is counted, from shapes alone (`assisted plan`).
-
-    Args:
-        target: on the meta device.
-        dtype: that the models compute in.
-        tokens: for which keys and values are kept, of all rows together.
-        per_token: numbers that the target's layers keep for a token, each of them.
-        of_model: counts a causal LM of the draft's own, loaded in this quantization and with this window: bytes by part.
-        within: `tokens` of a draft with this `draft_window`, or None.
-        path: the folder or Hub id of the target's files; None if only its config is known.
-        states: bytes of the target's recurrent states, without copies.
-    """
-
-    target: PreTrainedModel
-    dtype: torch.dtype
-    tokens: int
-    per_token: tuple[int, ...]
-    of_model: Callable[..., dict[str, int]]
-    within: Callable[[int | None], int]
-    path: str | None = None
-    states: int = 0
-
 
 _Kind = TypeVar("_Kind")
 

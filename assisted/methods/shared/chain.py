@@ -1,10 +1,8 @@
-"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits, a part of the target
-among them."""
+"""Drafting a chain token by token: the loop shared by all drafters that compute next-token logits."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,7 +14,7 @@ from ...core.text import Text
 from ...distribution import probabilities
 from ...engine.kept import Entries
 from ...engine.runner import CachedModel
-from .base import Call, Drafter
+from .base import Call
 from .captured_chain import CapturedChain
 
 
@@ -130,38 +128,3 @@ def _chain(text: Text, tokens: list[torch.Tensor]) -> Draft:
         return Draft.empty(text.rows, text.ids.device)
     chain = torch.cat(tokens, 1)
     return Draft(chain, chain.new_full((text.rows,), len(tokens)))
-
-
-class PartDrafter(Drafter):
-    """A drafter that runs a part of the target."""
-
-    _warned = False
-
-    def warn_hopeless(self, part: str, acceptance: float, cost: float, advice: str) -> None:
-        """Warn once that drafting gives no speedup. cost: of a drafted token, in forward passes of the target."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"draft: {part}, {acceptance:.0%} of the drafted tokens are accepted, and each costs {cost:.0%} of a forward "
-                f"pass of the target. This is slower than no draft. {advice}",
-                stacklevel=4,
-            )
-
-
-class PartDrafting(ChainDrafting):
-    """Drafting with a part of the target, in the target's own slots: the part uses the target's KV of the committed text.
-
-    What the part writes after the committed text is always removed, even if drafting raises.
-    """
-
-    def draft_with(
-        self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] | None = None
-    ) -> Draft:
-        """Draft at most `budget` tokens per row. part: over the target's slots. after_read: called after its forward passes."""
-        if not part.lends_slots:
-            self.call.settings.note(
-                "the draft is a part of the target, whose states can't be lent: nothing was drafted"
-            )
-            return Draft.empty(text.rows, text.ids.device)
-        with part.cache.borrowed():
-            return self.chain_of(part, text, budget, after_read=after_read)

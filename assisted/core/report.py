@@ -133,6 +133,12 @@ class Report:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
 
+_ADDED = (
+    *("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds", "cached_tokens", "tokens"),
+    *("plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"),
+)
+
+
 @dataclass
 class Recorder:
     """Counts during a `generate`; `add` merges another one for totals.
@@ -217,17 +223,7 @@ class Recorder:
 
     def add(self, other: Recorder) -> None:
         """Merge the counts of another call."""
-        seconds = ("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds")
-        for name in (
-            *seconds,
-            "cached_tokens",
-            "tokens",
-            "plain_tokens",
-            "assisted_tokens",
-            "target_passes",
-            "drafted",
-            "accepted",
-        ):
+        for name in _ADDED:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.row_tokens += other.ended_rows + other.row_tokens
         self.state_bytes = max(self.state_bytes, other.state_bytes)
@@ -241,28 +237,17 @@ class Recorder:
         """The counts and times so far, also for another thread than the one that counts."""
         accepted_at, drafted_at = list(self.accepted_at), list(self.drafted_at)
         accepted_at += [0] * (len(drafted_at) - len(accepted_at))
-        return Report(
-            new_tokens=sum(self.ended_rows + self.row_tokens),
-            target_passes=self.target_passes,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            acceptance_by_position=tuple(a / d for a, d in zip(accepted_at, drafted_at, strict=False) if d),
-            seconds=self.seconds if self.started is None else now() - self.started,
-            draft_seconds=self.draft_seconds,
-            verify_seconds=self.verify_seconds,
-            prompt_seconds=self.prompt_seconds,
-            cached_tokens=self.cached_tokens,
-            plain_seconds_per_token=self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
-            predicted_speedup=self.predicted_speedup,
-            assisted_share=self.assisted_tokens / self.tokens if self.tokens else 0.0,
-            row_tokens=tuple(self.ended_rows + self.row_tokens),
-            state_bytes=self.state_bytes,
-            way=self.way,
-            because=self.because,
-            passes=self.passes,
-            draft=self.draft,
-            warnings=tuple(self.warnings),
-        )
+        same = {name: value for name, value in vars(self).items() if name in Report.__dataclass_fields__}
+        computed = {
+            "new_tokens": sum(self.ended_rows + self.row_tokens),
+            "acceptance_by_position": tuple(a / d for a, d in zip(accepted_at, drafted_at, strict=False) if d),
+            "seconds": self.seconds if self.started is None else now() - self.started,
+            "plain_seconds_per_token": self.plain_seconds / self.plain_tokens if self.plain_tokens else None,
+            "assisted_share": self.assisted_tokens / self.tokens if self.tokens else 0.0,
+            "row_tokens": tuple(self.ended_rows + self.row_tokens),
+            "warnings": tuple(self.warnings),
+        }
+        return Report(**same | computed)
 
 
 def _count(at: list[int], rows: Iterable[int]) -> None:

@@ -86,7 +86,7 @@ def _declared(files: Sequence[str], names: str, here: str = "") -> tuple[type[ct
                 address = ctypes.POINTER(c_double) if kind == "const double" else c_void_p
                 for one in map(str.strip, declared.split(",")):
                     fields.append((one.lstrip("*"), address if one.startswith("*") else found[kind]))
-            found[name] = type(own[name], (ctypes.Structure,), {"_fields_": fields})
+            found[name] = type(own[name], (ctypes.Structure,), dict(_fields_=fields))
     return tuple(found[name] for name in own)
 
 

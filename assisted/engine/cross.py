@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import SlotCache
 from .libraries import CACHE
-from .parts import device_of, with_children
+from .parts import Around, device_of, with_children
 from .prepared import PreparedModule
 from .signatures import takes
 
@@ -137,23 +136,15 @@ class Encoded:
         return self.crosses[key]
 
 
-class Positions(nn.Module):
+class Positions(Around):
     """The embedding of a decoder's positions, which then may differ between rows.
 
     own: the module, whose forward counts columns unless it is given positions. ids: [R, n] int64, of the next forward pass;
     None to count.
     """
 
-    def __init__(self, own: nn.Module):
-        super().__init__()
-        self.own = own
-        self.ids: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("own"), name)
+    _inside = "own"
+    ids: torch.Tensor | None = None
 
     def forward(
         self, given: Any, past: int = 0, position_ids: torch.Tensor | None = None, **kwargs: Any
@@ -165,14 +156,15 @@ class Positions(nn.Module):
         return flat.view(*self.ids.shape, -1)
 
 
-class Decoder(nn.Module):
+class Decoder(Around):
     """The decoder of an encoder-decoder, called as a causal LM. The model is not changed.
 
     model: the encoder-decoder. encoded: what its cross-attention reads.
     """
 
+    _inside = "whole"
+
     def __init__(self, model: Any, encoded: Encoded):
-        super().__init__()
         self.__dict__["encoded"] = encoded
         self.__dict__["positions"] = None
         self.__dict__["takes_ids"] = takes(model, "decoder_position_ids")
@@ -181,13 +173,7 @@ class Decoder(nn.Module):
             path = next(path for path, module in model.named_modules() if module is decoder)
             self.__dict__["positions"] = Positions(decoder.get_submodule(name))
             model = with_children(model, {(*path.split("."), name): self.positions})
-        self.whole = model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("whole"), name)
+        super().__init__(model)
 
     def forward(
         self,

@@ -119,21 +119,23 @@ class Inject(Pass):
         return dressed(self.hidden.to(hidden_of(args, kwargs).device), self.form)
 
 
-class _Around(nn.Module):
-    """A layer with something around it. Models read attributes of their layers, such as their kind."""
+class Around(nn.Module):
+    """A module with something around it, whose attributes it has, since models read those of their layers, such as the kind."""
+
+    _inside = "layer"  # the name of that module here
 
     def __init__(self, layer: nn.Module):
         super().__init__()
-        self.layer = layer
+        setattr(self, self._inside, layer)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)
+            return getattr(super().__getattr__(self._inside), name)
 
 
-class Tap(_Around):
+class Tap(Around):
     """A layer that keeps its last output states in `hidden`."""
 
     hidden: torch.Tensor
@@ -144,7 +146,7 @@ class Tap(_Around):
         return output
 
 
-class Recorder(_Around):
+class Recorder(Around):
     """A module that records the form of its output."""
 
     def __init__(self, module: nn.Module, name: Any, seen: list[tuple[Any, Form]]):

@@ -43,21 +43,12 @@ from .words import setting_of
 
 MIXED = "adapter_names gives every row an adapter of its own"
 _LAYERS = {  # what slots can stand for
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+    *(DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer),
+    *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
 }
 _OF_PICTURES = {  # without effect after the prompt: they describe pictures, and which of the prompt's tokens are theirs
-    "image_grid_thw",
-    "image_position_ids",
-    "image_sizes",
-    "mm_token_type_ids",
-    "pixel_attention_mask",
-    "second_per_grid_ts",
-    "video_grid_thw",
+    *("image_grid_thw", "image_position_ids", "image_sizes", "mm_token_type_ids", "pixel_attention_mask"),
+    *("second_per_grid_ts", "video_grid_thw"),
 }
 
 

@@ -32,13 +32,8 @@ OTHER_MODES = {  # with their counterparts here, if any
 }
 SET_MODES = ("assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")  # those in a GenerationConfig
 _OTHER_SETTINGS = (  # settings of transformers' own drafting, without effect here
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "assistant_ensemble_weight",
-    "max_matching_ngram_size",
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"),
 )
 _COUNT: tuple[Any, Callable[[Any], bool], str] = (int, lambda value: value > 0, "a number of tokens, 1 or more")
 _ASKED: dict[

@@ -171,13 +171,8 @@ CONFIG_FIELDS = frozenset({"_attn_implementation_internal", "_experts_implementa
 """Fields of every config that decide how its model runs."""
 MODEL_METHODS = frozenset(
     {
-        "_auto_class",
-        "_finalize_model_loading",
-        "_from_config",
-        "_get_files_timestamps",
-        "_load_and_finalize_distributed_pretrained_model",
-        "_load_pretrained_model",
-        "_upload_modified_files",
+        *("_auto_class", "_finalize_model_loading", "_from_config", "_get_files_timestamps"),
+        *("_load_and_finalize_distributed_pretrained_model", "_load_pretrained_model", "_upload_modified_files"),
     }
 )
 """Methods of PreTrainedModel for loading and saving."""
@@ -322,25 +317,12 @@ is_wrapper_subclass: Callable[[Any], bool] = _found(
     "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "nothing", _is_subclass
 )
 """Whether a tensor is one of torchao's or quanto's, which hold others."""
-DispatchMode: Any = _found(
-    "torch.utils._python_dispatch",
-    "TorchDispatchMode",
-    "forward passes that read values on the host are captured",
-    nullcontext,
-)
+_MODES, _READS = "torch.utils._python_dispatch", "forward passes that read values on the host are captured"
+DispatchMode: Any = _found(_MODES, "TorchDispatchMode", _READS, nullcontext)
 HOST_READS = frozenset(
     {
-        "_local_scalar_dense",
-        "_unique",
-        "_unique2",
-        "equal",
-        "is_nonzero",
-        "item",
-        "masked_select",
-        "nonzero",
-        "nonzero_numpy",
-        "unique_consecutive",
-        "unique_dim",
+        *("_local_scalar_dense", "_unique", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero"),
+        *("nonzero_numpy", "unique_consecutive", "unique_dim"),
     }
 )
 """Operators with which the host reads values from a device."""

@@ -22,14 +22,8 @@ from .structs import Floats, HybridLayer, HybridPass, MtpHead, Shape, columns_of
 
 MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
 _FLAGS = (
-    "-O3",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
+    *("-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+    *("-fopenmp", "-shared", "-fPIC"),
 )
 _SHARED = 2**18  # products of a number and a state's or a weight's entry from which several threads are faster
 _COLUMNS = 256  # of a forward pass; for more, torch's products are as fast

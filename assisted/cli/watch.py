@@ -16,22 +16,13 @@ _ACCEPTED, _END = "\x1b[36m", "\x1b[0m"
 
 @dataclass
 class Watch:
-    """Follows the `generate` of one row: its rounds, through `see`, and its committed tokens, as the streamer.
+    """Follows the `generate` of one row: its rounds, through `see`, and its committed tokens, as the streamer."""
 
-    Args:
-        draw: called with this object after every change.
-
-    Attributes:
-        tokens, drafted: the committed tokens, and which of them were drafted.
-        waiting: drafted tokens that are not verified yet.
-        rejected: drafted tokens that the target has just rejected.
-    """
-
-    draw: Callable[[Watch], None] = lambda watch: None
-    tokens: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
+    draw: Callable[[Watch], None] = lambda watch: None  # called with this object after every change
+    tokens: list[int] = field(default_factory=list)  # committed
+    drafted: list[bool] = field(default_factory=list)  # which of them were drafted
+    waiting: list[int] = field(default_factory=list)  # drafted tokens that are not verified yet
+    rejected: list[int] = field(default_factory=list)  # drafted tokens that the target has just rejected
     _arrived: list[int] = field(default_factory=list)  # committed, but not yet known whether drafted
     _reading: bool = True  # a streamer gets the prompt first
 

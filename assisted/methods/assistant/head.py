@@ -57,26 +57,19 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AssistantConfig(HeadSizes):
-    """The sizes of an assistant. `hidden_size` is Hb, of the states that it takes and returns. Otherwise as `HeadSizes`.
+    """The sizes of an assistant. `hidden_size` is Hb, of the states that it takes and returns. Otherwise as `HeadSizes`."""
 
-    Args:
-        kinds: the type of each of its layers.
-        width, intermediate_size, num_attention_heads, rms_norm_eps, hidden_act, attention_bias: of its layers. width is H.
-        sliding_window: of its layers of type "sliding_attention".
-        centroids: their number, and how many of them choose tokens; None if all tokens have logits.
-        fields: of its config.json.
-    """
-
-    kinds: tuple[str, ...]
-    width: int
+    kinds: tuple[str, ...]  # the type of each of its layers
+    width: int  # H, of its layers, as the sizes that follow
     intermediate_size: int
     num_attention_heads: int
+    # their number, and how many of them choose tokens; None if all tokens have logits
     centroids: tuple[int, int] | None
-    fields: dict[str, Any] = field(repr=False)
+    fields: dict[str, Any] = field(repr=False)  # of its config.json
     rms_norm_eps: float = 1e-6
     hidden_act: str = "gelu_pytorch_tanh"
     attention_bias: bool = False
-    sliding_window: int = 512
+    sliding_window: int = 512  # of its layers of type "sliding_attention"
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], layers: int) -> AssistantConfig:

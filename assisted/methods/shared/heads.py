@@ -33,27 +33,18 @@ class HeadSizes:
 
 
 class StateHead(nn.Module):
-    """A head that reads hidden states of the target.
+    """A head that reads hidden states of the target."""
 
-    Attributes:
-        config: its taps, perhaps last_normed, vocab_size, hidden_size, target_hidden_size and max_position_embeddings, as in
-            `EagleConfig`.
-        title: what it is, for messages.
-        shares_output: it predicts tokens with the target's output embedding.
-        reads_end: of the prompt, it reads the last token's state alone. Some targets compute no other (Gemma 4's layers that
-            share keys).
-        d2t: [Vd] int64, the offset from a draft token's id to the target's; None if the head's vocabulary is the full one.
-        fc: combines its inputs.
-        rotary_emb: the positions of its layers.
-    """
-
+    # its taps, perhaps last_normed, vocab_size, hidden_size, target_hidden_size, max_position_embeddings: as in `EagleConfig`
     config: Any
-    title: str
-    shares_output: bool
+    title: str  # what it is, for messages
+    shares_output: bool  # it predicts tokens with the target's output embedding
+    # of the prompt, it reads the last token's state alone: some targets compute no other (Gemma 4's layers that share keys)
     reads_end = False
+    # [Vd] int64, the offset from a draft token's id to the target's; None if the head's vocabulary is the full one
     d2t: torch.Tensor | None
-    fc: nn.Linear
-    rotary_emb: nn.Module
+    fc: nn.Linear  # combines its inputs
+    rotary_emb: nn.Module  # the positions of its layers
 
     def steps_with(self, target: PreTrainedModel) -> Any:
         """Its steps in C with a target's embeddings (`steps.HeadSteps`), or the reason why there are none."""
@@ -126,13 +117,9 @@ class StateHead(nn.Module):
 
 
 class Head(StateHead):
-    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2.
+    """Column i combines the target's feature of token i with token i + 1, and predicts token i + 2."""
 
-    Attributes:
-        needs_mask: it needs an attention mask even where all slots are visible.
-    """
-
-    needs_mask = False
+    needs_mask = False  # it needs an attention mask even where all slots are visible
 
     def resume(self, states: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
         """The input states [B, n, W] of text, from those of `fuse`, which may be changed. last: [B, H] in the head's dtype,

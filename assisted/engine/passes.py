@@ -81,7 +81,7 @@ class Passes:
 
         ids: [B, n] int64, `counts[b]` columns of row b. steps: the most tokens that are read after them. key: equal for
         functions that compute the same. Returns what the function returns and, if the module reads states, its output after
-        the columns.
+        the columns. The module's taps then hold the states of all columns and tokens.
         """
         return None
 

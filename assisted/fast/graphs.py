@@ -376,6 +376,8 @@ class Graphs(Passes):
                 inject.hidden = states
         self.replays += 1
         captures.replays += 1
+        for tap in runner.prepared.taps.values():
+            tap.hidden = outputs.pop(0)
         return outputs
 
     def _last(self, cache: SlotCache, rows: int) -> int:
@@ -411,16 +413,21 @@ def _chained(run: Function, inputs: Sequence[torch.Tensor | None], function: Cha
     assert numbers is not None
     counts = numbers[:, 3:4]
     after, steps, hands_on = numbers[:, :2] + counts, itertools.count(), states is not None
-    made = run(ids, numbers, None, visible, states)[0]
+    made, *tapped = run(ids, numbers, None, visible, states)
+    taps = [[hidden] for hidden in tapped]
     first = made.gather(1, (counts - 1)[:, :, None].expand(-1, -1, made.shape[-1]))[:, 0]
     last = first
 
     def read(tokens: torch.Tensor) -> torch.Tensor:
         nonlocal last
-        last = run(tokens, after + next(steps), None, visible, last[:, None] if hands_on else None)[0][:, -1]
+        made, *tapped = run(tokens, after + next(steps), None, visible, last[:, None] if hands_on else None)
+        for all_columns, hidden in zip(taps, tapped, strict=True):
+            all_columns.append(hidden)
+        last = made[:, -1]
         return last
 
-    return [*function(first, read), *([first] if hands_on else [])]
+    found = [*function(first, read), *([first] if hands_on else [])]
+    return [*(torch.cat(all_columns, 1) for all_columns in taps), *found]
 
 
 def _same_draws(device: torch.device) -> AbstractContextManager[None]:

@@ -132,7 +132,6 @@ class SkipDrafting(PartDrafting):
     def __init__(self, drafter: SkipDrafter, call: Call):
         super().__init__(call)
         self.drafter = drafter
-        self.proposed: Draft | None = None  # until it is verified
         self.text: Text | None = None
         self.choices: list[torch.Tensor] = []  # [at most `window`] int64 each
         self._parts: dict[frozenset[int], CachedModel] = {}
@@ -156,8 +155,7 @@ class SkipDrafting(PartDrafting):
         for row in range(self.text.rows):
             new = best[row, list(round.columns(row))]
             self.choices[row] = torch.cat([self.choices[row], new])[-self.drafter.window :]
-        proposed, self.proposed = self.proposed, None
-        if round.draft.is_that_of(proposed):
+        if self.has_proposed(round):
             search, accepted = self.drafter.search, round.accepted
             for row in round.unfinished:
                 search.learn(accepted[row], min(accepted[row] + 1, round.drafted[row]))

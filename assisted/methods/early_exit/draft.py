@@ -118,7 +118,6 @@ class ExitDrafting(PartDrafting):
         super().__init__(call)
         self.drafter = drafter
         self.split = Split(call.target)
-        self.proposed: Draft | None = None  # until it is verified
 
     def propose(self, text: Text, budget: int) -> Draft:
         choice = self.drafter.choice
@@ -135,14 +134,13 @@ class ExitDrafting(PartDrafting):
             self.proposed = draft()
         else:
             self.proposed, seconds = timed(draft, part.device)
-            self.seconds = seconds / len(read)
+            self.seconds = seconds / sum(states[self.end].shape[-2] for states in read)  # of a forward pass
         if self.drafter.needs.split:
             self.split.begin(self.proposed, self.end, read, measured)
         return self.proposed
 
     def observe(self, round: Round) -> None:
-        proposed, self.proposed = self.proposed, None
-        if not round.draft.is_that_of(proposed):
+        if not self.has_proposed(round):
             return
         choice, split, accepted = self.drafter.choice, self.split, round.accepted
         for row in round.unfinished:

@@ -39,19 +39,20 @@ class CapturedChain(Drafting):
         counts: list[int],
         budget: int,
         logits: Callable[[torch.Tensor], torch.Tensor],
+        whole: bool = False,
     ) -> tuple[Draft, list[torch.Tensor]] | None:
         """`draft_chain` of a model that has not read the last committed tokens, in one captured function; None where that is
         not possible. Nothing is committed.
 
-        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. Returns what the captured
-        function returns besides, too.
+        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. whole: whether the model reads
+        the last token, too. Returns what the captured function returns besides, too.
         """
         count, key = self.count_ahead(budget), self.call.distribution.of_logits
         if count is None or key is None:
             return None
         key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
-        function = functools.partial(self._at_once, count, logits)
-        found = runner.passes.chain(runner, ids, counts, count - 1, key, function)
+        function = functools.partial(self._at_once, count, logits, whole)
+        found = runner.passes.chain(runner, ids, counts, count - 1 + whole, key, function)
         if found is None:
             return None
         tokens, lengths, self.broken, *more = found
@@ -62,6 +63,7 @@ class CapturedChain(Drafting):
         self,
         count: int,
         logits: Callable[[torch.Tensor], torch.Tensor],
+        whole: bool,
         output: torch.Tensor,
         read: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[torch.Tensor]:
@@ -78,9 +80,10 @@ class CapturedChain(Drafting):
                 distributions.append(self.entries.q(q))
             best.append(score)
             tokens.append(self.entries.tokens(token))
+            if len(tokens) < count or whole:
+                output = read(self.readable(tokens[-1]))
             if len(tokens) == count:
                 break
-            output = read(self.readable(tokens[-1]))
         found = torch.cat(best, 1)
         made = [torch.cat(tokens, 1), found.isfinite().cumprod(1).sum(1), found.isnan().any()]
         return [*made, torch.stack(distributions, 1)] if distributions else made

@@ -91,14 +91,18 @@ class ChainDrafting(CapturedChain):
     ) -> Draft:
         """`draft_chain` with a model, whose slots then hold what it has read.
 
-        logits: after the committed text; None reads its last token first. after_read: called after every forward pass.
+        logits: after the committed text; None reads its last token first. after_read: called after every forward pass, or after
+        a captured chain, which then reads the last token, too.
         """
         used = [int(not ended) for ended in text.ended]
-        if logits is None and after_read is None:
-            ids, counts = self.readable(text.last_tokens()), [1] * text.rows
-            found = self.chain_at_once(runner, ids, counts, budget, functools.partial(self.fitted, text=text))
+        if logits is None:
+            ids, whole = self.readable(text.last_tokens()), after_read is not None
+            of_output = functools.partial(self.fitted, text=text)
+            found = self.chain_at_once(runner, ids, [1] * text.rows, budget, of_output, whole)
             if found is not None:
-                runner.cache.commit([found[0].width] * text.rows)
+                runner.cache.commit([found[0].width + whole] * text.rows)
+                if after_read is not None:
+                    after_read()
                 return found[0]
 
         def read(tokens: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from ...core.drafts import Draft
+from ...core.drafts import Draft, Round
 from ...core.text import Text
 from ...engine.runner import CachedModel
 from .base import Drafter
@@ -33,6 +33,14 @@ class PartDrafting(ChainDrafting):
 
     What the part writes after the committed text is always removed, even if drafting raises.
     """
+
+    proposed: Draft | None = None  # until it is verified
+
+    def has_proposed(self, round: Round) -> bool:
+        """Whether a round has verified the last draft, which is forgotten."""
+        self.see_lengths(round, self.proposed)
+        proposed, self.proposed = self.proposed, None
+        return round.draft.is_that_of(proposed)
 
     def draft_with(
         self, part: CachedModel, text: Text, budget: int, after_read: Callable[[], None] | None = None

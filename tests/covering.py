@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from architectures import Architecture
 
+PARTS = ("masks", "attention", "keys", "layers")
+"""How traits begin that differ in what a method that runs parts of a target, or reads its keys, has to do."""
 Goals = Callable[..., Iterable[Hashable]]
 
 
@@ -68,13 +70,19 @@ def label(value: Any) -> str:
 def goals_of(case: Sequence[Any], also: Goals) -> set[Hashable]:
     """What a case (architecture, *arguments) shows: pairs of argument and trait, pairs of arguments, and the architecture.
 
-    Of arguments that have `kinds`, each kind meets every trait, and each argument every kind of mask and attention.
+    Of arguments that have `kinds`, the last one, the way of verifying, meets every trait, the others those of `PARTS`, and each
+    argument every kind of mask and attention.
     """
     architecture, *arguments = case
     names = [(place, label(argument)) for place, argument in enumerate(arguments)]
-    kinds = [(place, kind) for place, one in enumerate(arguments) for kind in getattr(one, "kinds", (label(one),))]
+    kinds = [getattr(one, "kinds", (label(one),)) for one in arguments]
     met = traits(architecture)
-    found: set[Hashable] = set(itertools.product(kinds, met)) if names else set(met)
+    parts = [trait for trait in met if trait.startswith(PARTS)]
+    found: set[Hashable] = set() if names else set(met)
+    for place, (*first, last) in enumerate(kinds):
+        found |= set(itertools.product([(place, last)], met)) | set(
+            itertools.product([(place, one) for one in first], parts)
+        )
     found |= set(itertools.product(names, [trait for trait in met if trait.startswith(("masks", "attention"))]))
     return found | set(itertools.combinations(names, 2)) | set(also(*case))
 

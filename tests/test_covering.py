@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from architectures import ARCHITECTURES, RECURRENT
-from covering import cases, cover, each_once, goals_of, nothing_else, traits
+from covering import PARTS, cases, cover, each_once, goals_of, nothing_else, traits
 from methods import METHODS
 from test_methods import trees_once
 
@@ -28,15 +29,18 @@ def test_every_pair_is_met(arguments: Any, also: Any) -> None:
     assert len(run) < len(everything) / 2
 
 
-def test_every_kind_meets_every_trait_and_every_architecture_a_tree() -> None:
-    """And every method every kind of mask."""
+def test_chains_and_trees_meet_every_trait_and_every_architecture_a_tree() -> None:
+    """And every kind of method all that differs in the parts of a target, and every method every kind of mask."""
     run, _ = split(cases(ARCHITECTURES, METHODS, also=trees_once))
     known = set().union(*map(traits, ARCHITECTURES))
-    for kind in {kind for method in METHODS for kind in method.kinds}:
-        assert set().union(*(traits(a) for a, m in run if kind in m.kinds)) == known
+
+    def lacking(name: str, of: Callable[[Any], Any], *starts: str) -> set[str]:
+        return {t for t in known - set().union(*(traits(a) for a, m in run if of(m) == name)) if t.startswith(starts)}
+
     for method in METHODS:
-        met = set().union(*(traits(a) for a, m in run if m is method))
-        assert {trait for trait in known - met if trait.startswith(("masks", "attention"))} == set()
+        assert not lacking(method.kinds[1], lambda m: m.kinds[1], "")
+        assert not lacking(method.kinds[0], lambda m: m.kinds[0], *PARTS)
+        assert not lacking(method.name, lambda m: m.name, "masks", "attention")
     for architecture in ARCHITECTURES:
         assert any(m.tree and not m.refuses(a) for a, m in run if a is architecture)
 

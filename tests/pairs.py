@@ -92,6 +92,14 @@ def assistedly(ids: torch.Tensor | None, name: str = "llama", draft_length: Any 
     return output
 
 
+def require_plain(model: AssistedModelForCausalLM, *inputs: Any, **call: Any) -> torch.Tensor:
+    """Raise AssertionError unless a greedy call writes what the target's own `generate` does, without a warning. The output."""
+    with no_fallback():
+        ours: torch.Tensor = model.generate(*inputs, **call)
+    assert ours.tolist() == said_by(model.target, *inputs, **call).tolist()
+    return ours
+
+
 class Listener:
     """A streamer that remembers what it was told."""
 

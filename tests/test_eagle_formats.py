@@ -141,32 +141,6 @@ def test_read_and_written_again_without_loss(name, pickled, target, tmp_path):
     assert load_eagle(again, target).config == head.config
 
 
-def test_fields_mean_what_the_formats_say(target, tmp_path):
-    layers = target.config.num_hidden_layers
-    one = load_eagle(write(tmp_path / "1", EAGLE_1, eagle_1()), target)
-    assert one.config.version == 1
-    assert one.config.taps == (layers,)
-    assert one.config.fc_bias
-    assert one.config.rope == {"rope_type": "default", "rope_theta": 10000.0}
-    assert one.config.rms_norm_eps == 1e-5
-    three = load_eagle(write(tmp_path / "3", EAGLE_3, eagle_3()), target)
-    assert three.config.version == 3
-    assert not three.config.fc_bias
-    assert three.draft_tokens.tolist() == list(range(5, 85, 2))
-    written = load_eagle(write(tmp_path / "s", SPECULATORS, speculators()), target)
-    assert written.config.taps == (1, 2)
-    assert written.config.own_embedding
-
-
-def test_an_eagle_1_without_bias(target, tmp_path):
-    tensors = eagle_1()
-    del tensors["fc.bias"]
-    head = load_eagle(write(tmp_path, EAGLE_1 | {"bias": False}, tensors), target)
-    assert head.fc.bias is None
-    with pytest.raises(ValueError, match=r"fc\.bias"):
-        load_eagle(write(tmp_path, EAGLE_1, tensors), target)
-
-
 @pytest.mark.parametrize("flag", [{"qkv_bias": True}, {}, {"attention_bias": False}], ids=str)
 def test_biases_of_queries_keys_and_values(flag, target, tmp_path):
     """Qwen2's layers have them: yuhuili/EAGLE-Qwen2-7B-Instruct, as sgl-project/sglang pull 33966 (2026-08-07) lists it, and
@@ -358,14 +332,6 @@ def test_a_head_names_its_target_by_no_local_path(target, tmp_path, monkeypatch)
     assert public_name(None) is None
 
 
-def test_half_precision_is_kept(target, tmp_path):
-    head = random_head(target, 3, draft_vocab_size=DRAFT).bfloat16()
-    save_eagle(head, tmp_path)
-    again = load_eagle(tmp_path, target)
-    assert again.dtype == torch.bfloat16
-    assert again.d2t.dtype == torch.int64
-
-
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
 def test_a_folder_of_heads_is_told_from_a_draft_model(name, pickled, tmp_path):
@@ -383,28 +349,6 @@ def test_a_hub_id_is_told_by_what_was_downloaded(tmp_path, monkeypatch):
     assert parse("org/head") == DraftModel("org/head")
     monkeypatch.setattr(files, "try_to_load_from_cache", lambda path, name: str(folder / name))
     assert parse("org/head") == Eagle("org/head")
-
-
-def test_other_folders_are_not(tmp_path):
-    assert kind_of(zoo.folder("draft")) is None  # a Llama model of one layer
-    assert kind_of(tmp_path) is None
-    assert kind_of("org/name") is None
-    (tmp_path / "config.json").write_text("not json")
-    assert kind_of(tmp_path) is None
-    for fields in ({"medusa_num_heads": 3}, {"model_type": "medusa"}):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert kind_of(tmp_path) == "medusa"
-    for (
-        fields,
-        said,
-    ) in (  # those of IBM and of snowflakedb/ArcticInference, too
-        ({"speculators_model_type": "xpress"}, "xpress"),
-        ({"model_type": "mlp_speculator"}, "mlp_speculator"),
-        ({"architectures": ["ArcticLSTMSpeculatorPreTrainedModel"]}, "ArcticLSTMSpeculatorPreTrainedModel"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        with pytest.raises(ValueError, match=f"a speculator of kind '{said}', which no installed method reads"):
-            kind_of(tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the speculators package is not installed")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import in_turns
 from eagle_heads import random_head, trained_head
 from pairs import CALL, said_by
 from test_fused_head import KINDS
@@ -61,8 +62,7 @@ def assert_same(found, expected):
             assert theirs.below[node] == (first, pytest.approx(sure, abs=1e-4))
 
 
-@pytest.mark.parametrize("length", [5, Confidence(0.1)])
-@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(("kind", "length"), in_turns(FORMS, [5, Confidence(0.1)]))
 def test_trees_are_those_that_grow_in_python(kind, length, target, monkeypatch):
     """Of several rounds, whose outcomes change the rates; and in a second call."""
     ids = torch.arange(5, 25)[None]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from alone import drafts_of
 from architectures import build, random_ids
+from covering import in_turns
 from eagle_heads import features_of, random_head, written
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, require_plain
 from safetensors.torch import load_file
 from test_eagle_formats import EAGLE_3, SPECULATORS, eagle_3, noise, speculators, write
 
@@ -62,9 +63,7 @@ def test_a_draft_is_what_masks_after_the_text_say(shape: str, monkeypatch: pytes
     seen = drafts_of(monkeypatch, EagleDrafting)
     inputs = prompt(rows=3)
     mask, kwargs = inputs["attention_mask"], CALL | {"eos_token_id": ENDS}
-    with no_fallback():
-        ours = model.generate(inputs["ids"], attention_mask=mask, **kwargs)
-    assert ours.tolist() == said_by(target, inputs["ids"], attention_mask=mask, **kwargs).tolist()
+    require_plain(model, inputs["ids"], attention_mask=mask, **kwargs)
     assert len(seen) > 5
     for rows, unfinished, draft, known in seen:
         assert draft.parents is None and draft.width <= 4
@@ -90,19 +89,9 @@ def test_one_forward_pass_a_draft_after_the_first(monkeypatch: pytest.MonkeyPatc
     assert widths[0] == 5 and max(widths) > 5
 
 
-@pytest.mark.parametrize("processors", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}], ids=str)
-def test_processors_and_turns(processors: dict[str, Any]) -> None:
-    target, _, model = pair()
-    session, plain = model.session(), prompt()["ids"]
-    for _ in range(3):
-        with no_fallback():
-            ours = model.generate(plain, past_key_values=session, **CALL, **processors)
-        assert ours.tolist() == target.generate(plain, **CALL, **processors).tolist()
-        plain = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
-
-
-@pytest.mark.parametrize("size", [100, 90])
-@pytest.mark.parametrize("fields", [{}, {"mask_token_id": MASK}, {"draft_vocab_size": 40}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "size"), in_turns([{}, {"mask_token_id": MASK}, {"draft_vocab_size": 40}], [100, 90])
+)
 def test_sampling_after_the_target_was_resized(fields: dict[str, Any], size: int) -> None:
     """Tokens that only the head has are never drafted, and it never drafts those that only the target has."""
     target = build(BY_NAME["llama"])
@@ -154,8 +143,7 @@ def test_what_was_trained_drafts_in_parallel() -> None:
         mask[row, : 2 * row] = 0
     inputs = inputs.where(mask.bool(), 0)
     kwargs = CALL | {"attention_mask": mask}
-    with no_fallback():
-        assert model.generate(inputs, **kwargs).tolist() == said_by(target, inputs, **kwargs).tolist()
+    require_plain(model, inputs, **kwargs)
     assert model.report is not None and model.report.acceptance_by_position[1] > 0.2
     with pytest.raises(ValueError, match="parallel: an EAGLE-1 head"):
         EagleSettings(version=1, parallel=3)

@@ -217,12 +217,11 @@ def expected(tokens: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_layout_drafts_as_the_shipped_head(name: str, tmp_path: Path) -> None:
+def test_a_layout_says_what_the_shipped_head_says(name: str, tmp_path: Path) -> None:
     published = PUBLISHED[name]
     folder = write(tmp_path, *published.made(*shipped()))
     assert kind_of(folder) == "eagle"
     assert torch.equal(said_by(load_eagle(folder, target())), expected(published.tokens))
-    assert tokens_of(f"eagle:{folder}") == published.tokens
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
@@ -244,7 +243,12 @@ def test_no_output_embedding(tmp_path: Path) -> None:
     assert found[0] == found[1] != WHOLE
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+OFTEN = ("shipped", "NeMo Automodel", "DeepSpec", "speculators, sliding window")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in PUBLISHED]
+)
 def test_a_saved_pair_of_a_layout(name: str, tmp_path: Path) -> None:
     """Writes the same tokens again, with as many forward passes; planning and handing over know its method."""
     (given := tmp_path / "given").mkdir()
@@ -270,27 +274,6 @@ def test_a_saved_pair_of_a_layout(name: str, tmp_path: Path) -> None:
             hand_over("vllm", saved, tmp_path / "out")
     else:
         assert hand_over("vllm", saved, tmp_path / "out").method == "eagle3"
-
-
-def taps_shifted(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
-    return fields | {_IDS: [3, 9, 14]}, tensors
-
-
-def norms_left_out(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
-    return fields | {"fc_norm": False}, {name: t for name, t in tensors.items() if not name.startswith("fc_norm")}
-
-
-@pytest.mark.parametrize("mutant", [taps_shifted, norms_left_out])
-def test_what_is_read_wrongly_says_something_else(mutant: Any, tmp_path: Path) -> None:
-    folder = write(tmp_path, *mutant(*shipped()))
-    assert not torch.allclose(said_by(load_eagle(folder, target())), expected(WHOLE), atol=0.1)
-
-
-def test_a_d2t_read_as_ids_drafts_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path, *reduced(*shipped()))
-    monkeypatch.setattr("assisted.methods.shared.heads.StateHead.draft_tokens", property(lambda head: head.d2t))
-    assert not torch.equal(said_by(load_eagle(folder, target())), expected(REDUCED))
-    assert tokens_of(f"eagle:{folder}") < REDUCED
 
 
 @pytest.mark.parametrize(

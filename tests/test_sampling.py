@@ -111,6 +111,16 @@ def p_value(observed, distribution):
     return stats.chisquare(observed.numpy(), (expected * observed.sum() / expected.sum()).numpy()).pvalue
 
 
+def require_distribution(model, seed, new_tokens=NEW_TOKENS, rows=SEQUENCES, **settings):
+    """Raise AssertionError unless texts drawn with drafts, of which some are accepted, follow the target's distribution."""
+    torch.manual_seed(seed)
+    settings = {"top_k": 0} | settings
+    ids = model.generate(PROMPT, max_new_tokens=new_tokens, do_sample=True, num_return_sequences=rows, **settings)
+    assert 0 < model.report.accepted < model.report.drafted
+    assert not model.report.warnings
+    assert p_value(counts(ids), exact_distribution(model.target, new_tokens, **settings)) > ALPHA
+
+
 FEW_TOKENS = {"do_sample": True, "top_k": 3, "temperature": 0.7, "eos_token_id": None, "pad_token_id": 0}
 
 

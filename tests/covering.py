@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -147,6 +147,22 @@ def one_in(count: int, values: Sequence[Any]) -> list[Any]:
     return [
         pytest.param(value, id=label(value), marks=pytest.mark.slow if place % count else ())
         for place, value in enumerate(values)
+    ]
+
+
+def some(values: Sequence[Any], run: Container[str]) -> list[Any]:
+    """Values as parameters, of which those with these labels run; the rest is slow."""
+    return [
+        pytest.param(value, id=label(value), marks=() if label(value) in run else pytest.mark.slow) for value in values
+    ]
+
+
+def kinds_once(params: Sequence[Any]) -> list[Any]:
+    """Parameters that begin with a way to draft, of which the first of each kind runs; the rest is slow."""
+    first = {(method.alike or method.name): method for method in [param.values[0] for param in params][::-1]}
+    return [
+        param if param.values[0] in first.values() else pytest.param(*param.values, id=param.id, marks=pytest.mark.slow)
+        for param in params
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, Architecture, build, random_ids
-from covering import each_once, over
+from covering import over
 from pairs import CALL, ENDS, ROUNDING, Listener, no_fallback
 from transformers import DynamicCache, PreTrainedModel
 
@@ -149,16 +149,20 @@ def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attenti
     "architecture,mode",
     [one for one in BY_NAME.values() if one.name not in ("mamba", "mamba2", "falcon_mamba")],
     ["own lengths", "processor"],
-    also=each_once,
 )
 def test_three_turns_of_a_batch(architecture: Architecture, mode: str) -> None:
     """A processor keeps the rows in lockstep."""
     turns(architecture.name, mode, [mode != "processor", mode == "processor"])
 
 
-@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "processor"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize(
+    "name,mode,trees",
+    [
+        (name, mode, (number + place) % 2 > 0)
+        for number, name in enumerate(("llama", "gemma3", "bloom"))
+        for place, mode in enumerate(mode for mode in MODES if mode != "processor")
+    ],
+)
 def test_three_turns_of_chains_and_trees(name: str, mode: str, trees: bool) -> None:
     turns(name, mode, [False, True], trees)
 
@@ -200,12 +204,11 @@ HIDDEN = {
 @pytest.mark.parametrize(
     ("name", "hidden", "rows", "mode"),
     [  # every two of these meet
-        (name, hidden, rows, ("own lengths", "processor")[(number + place + (rows > 1)) % 2])
+        (name, hidden, (1, 4)[(number + place) % 2], ("own lengths", "processor")[(number // 2 + place) % 2])
         for number, name in enumerate(
             ("llama", "gpt2", "opt", "gemma3", "mistral-window", "bloom", "mpt", "qwen3_next")
         )
         for place, hidden in enumerate(HIDDEN)
-        for rows in (1, 4)
     ],
 )
 def test_holes_and_rows_without_a_text(name: str, hidden: str, rows: int, mode: str) -> None:

@@ -80,7 +80,7 @@ def check(target, model, rows=4):
             assert model.generate(ids, **kwargs).tolist() == plain.tolist()
 
 
-SERVED = [*in_turns(METHODS, ["llama"]), *in_turns(METHODS, ["gemma3", "gpt2"])]
+SERVED = in_turns(METHODS, ["llama", "gemma3", "gpt2"])
 
 
 @pytest.mark.parametrize("method,name", [one for one in SERVED if not one.values[0].refuses(BY_NAME[one.values[1]])])

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
-from covering import each_once, in_turns, over
+from covering import in_turns, over
 from methods import HEADS, LISTS, dflash, mtp
 from pairs import CALL, ENDS, said_by
 from test_methods import assisted_without_fallback
@@ -149,7 +149,7 @@ def can_be_run(architecture, beside):
     return beside == "alone" or architecture not in RECURRENT
 
 
-@over("architecture,beside", WITH_STATES, list(BESIDE), also=each_once, where=can_be_run)
+@over("architecture,beside", WITH_STATES, list(BESIDE), where=can_be_run)
 def test_states_are_transformers_own(architecture, beside):
     """Of the prompt, of chains and trees, of a split target's two parts, of rows that end early."""
     check_states(build(architecture), BESIDE[beside], architecture in RECURRENT)
@@ -185,9 +185,11 @@ OF_LLAMA = [
     "name,heads,make",
     [
         *(
-            pytest.param(name, *case.values, marks=case.marks)
-            for name in ("llama", "gemma3", "gpt2", "bloom")
-            for case in in_turns(LISTS, [list, Merged])
+            pytest.param(
+                name, *case.values, marks=case.marks if number in (0, 1 + place // 2 % 3) else pytest.mark.slow
+            )
+            for number, name in enumerate(("llama", "gemma3", "gpt2", "bloom"))
+            for place, case in enumerate(in_turns(LISTS, [list, Merged]))
         ),
         *(("llama", heads, make) for heads in OF_LLAMA for make in (list, Merged)),
     ],

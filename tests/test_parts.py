@@ -7,6 +7,7 @@ import accelerate
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, random_ids
+from covering import over
 from pairs import BY_NAME
 from torch import nn
 
@@ -42,7 +43,7 @@ def run(model, ids):
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, return_dict=True).logits
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@over("architecture", ARCHITECTURES)
 def test_front_and_back_make_the_whole(architecture):
     model = build(architecture)
     if not Traits.of(model).is_rewindable or architecture.name == "gemma3n":

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, REFUSED, build, random_ids
-from covering import in_turns, over
+from covering import in_turns, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
@@ -46,10 +46,15 @@ DELTA = ["qwen3_next", "qwen3_5", "olmo_hybrid"]
 COPIED = [name for name in NAMES if name not in ONE_BY_ONE]
 ALONE = ["mamba", "mamba2", "falcon_mamba"]  # without attention
 
-over_recurrent = pytest.mark.parametrize("name", NAMES)
-over_copied = pytest.mark.parametrize("name", [f"{name}, eager" if name in DELTA else name for name in COPIED])
 WAYS = [*NAMES, *(f"{name}, eager" for name in DELTA)]
-over_ways = pytest.mark.parametrize("name", WAYS)
+KINDS = ("mamba", "jamba", "zamba2", "mamba2", "lfm2", "bamba", "kimi_linear", "qwen3_5", "olmo_hybrid, eager")
+"""One of each kind: run one by one, with attention, in shared blocks; copied, a convolution alone, with attention, with gates;
+over columns, and read again."""
+over_recurrent = pytest.mark.parametrize("name", some(NAMES, KINDS))
+over_copied = pytest.mark.parametrize(
+    "name", some([f"{name}, eager" if name in DELTA else name for name in COPIED], KINDS)
+)
+over_ways = pytest.mark.parametrize("name", some(WAYS, KINDS))
 
 
 pytestmark = pytest.mark.usefixtures("invariants")
@@ -184,8 +189,7 @@ def test_drafts_that_are_never_right_to_the_end_are_read_again_seldom(name):
     assert max(widths[1:]) <= recurrent._LAG + 4 + 6
 
 
-@over_ways
-@pytest.mark.parametrize("fails", [0, 1, 3])
+@pytest.mark.parametrize("name,fails", in_turns(WAYS, [0, 1, 3]))
 def test_a_drafter_that_fails_leaves_the_right_states(name, fails):
     ids = random_ids(model_of(name)[0], 1, 9, seed=3)
     with pytest.warns(UserWarning, match="continuing without drafts"):
@@ -214,11 +218,6 @@ QUANTIZED = [Method("self", lambda target: "self:int8-torchao"), Method("self, r
 COMBINED = Method("combined", lambda target: ["suffix", "self:int4"])
 
 
-def served_by(architecture, method):
-    """Every architecture is met by a method that keeps its own slots and by one that reads the target's states."""
-    return [(architecture.name, method.name in ("medusa", "blockwise", "eagle-1, chains", "eagle-3, trees"))]
-
-
 @functools.cache
 def plainly(name):
     """What a target writes without drafts, after one row and after a ragged batch."""
@@ -228,9 +227,16 @@ def plainly(name):
     return [(ids, kwargs, target.generate(ids, **kwargs).tolist()) for ids, kwargs in calls]
 
 
-@over("architecture,method", RECURRENT, [*METHODS, *QUANTIZED, COMBINED], also=served_by)
-def test_every_method_serves_it_exactly_or_refuses(architecture, method):
-    name = architecture.name
+@pytest.mark.parametrize(
+    "method,name",
+    [
+        case
+        for kind in (DELTA, [name for name in NAMES if name not in DELTA])
+        for case in in_turns([*METHODS, *QUANTIZED, COMBINED], kind)
+    ],
+)
+def test_every_method_serves_it_exactly_or_refuses(method, name):
+    """Each method meets a target that reads trees and one that doesn't."""
     if method in [*QUANTIZED, COMBINED]:
         pytest.importorskip("torchao")
         pytest.importorskip("optimum.quanto")
@@ -332,7 +338,7 @@ def test_sampling_follows_the_targets_distribution(name, setting):
 # --- the states
 
 
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", some(COPIED, KINDS))
 @settings(max_examples=15)
 @given(data=st.data())
 def test_the_states_are_those_of_the_committed_tokens(name, data):
@@ -570,7 +576,7 @@ def test_random_weights_are_no_reason_to_refuse(name, scale):
 
 
 @pytest.mark.parametrize("mutant", ["empty", "stale", "zeroed convolution", "noisy"])
-@pytest.mark.parametrize("name", COPIED)
+@pytest.mark.parametrize("name", some(COPIED, ("mamba2", "bamba", "qwen3_5")))
 def test_a_forward_that_loses_its_states_is_refused(name, mutant, monkeypatch):
     """Passes over several tokens only: from an empty state, from one that is not put back, from one that is a little off."""
     plain = RecurrentModel.__call__
@@ -594,7 +600,7 @@ def test_a_forward_that_loses_its_states_is_refused(name, mutant, monkeypatch):
 
 
 @pytest.mark.parametrize("mutant", ["stays", "first parent", "next column", "no convolution"])
-@pytest.mark.parametrize("name", DELTA + ONE_BY_ONE)
+@pytest.mark.parametrize("name", some(DELTA + ONE_BY_ONE, ("qwen3_5", "mamba", "jamba")))
 def test_layers_that_run_over_columns_wrongly_are_not_used(name, mutant, monkeypatch):
     """States that are not advanced, trees taken for chains, states after another column, convolutions that see nothing."""
     for kind in (Read, Steps):

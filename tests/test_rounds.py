@@ -22,8 +22,13 @@ MOST = {
     ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
 }
 CASES = [
-    pytest.param(*method, rows, marks=[pytest.mark.slow] if rows > 1 and not method[0].startswith("draft") else [])
-    for method, by_rows in MOST.items()
+    pytest.param(
+        draft,
+        call,
+        rows,
+        marks=pytest.mark.slow if (call, rows) != ("greedy", 1) and not draft.startswith("draft") else (),
+    )
+    for (draft, call), by_rows in MOST.items()
     for rows in by_rows
 ]
 

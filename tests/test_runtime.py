@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from architectures import ARCHITECTURES, REFUSED, SPECIAL, VOCABULARY, build, half_right, random_ids
+from covering import over
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -160,7 +161,7 @@ def test_from_and_to_a_callers_cache(name, width):
         assert (logits - whole[:, column]).abs().max() < ROUNDING
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
+@over("architecture", ARCHITECTURES)
 def test_masks_are_what_the_architecture_reads(architecture):
     config = architecture.make()
     with torch.device("meta"):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
+from covering import over
 from pairs import BY_NAME, prompt
 from transformers import LlamaForCausalLM
 
@@ -152,7 +153,7 @@ def test_rounding_is_told_from_an_error_by_what_the_model_makes_of_it(
         require_verifiable(target)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+@over("architecture", ARCHITECTURES)
 def test_the_trial_passes_where_the_text_is_plain(architecture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TESTED", frozenset())
     require_verifiable(build(architecture))

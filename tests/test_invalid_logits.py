@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +59,11 @@ def with_draft(draft: str) -> AssistedModelForCausalLM:
     return pair()[1] if draft == "model" else AssistedModelForCausalLM.from_models(pair()[0], draft=draft)
 
 
-SPOILED = list(itertools.product(INVALID, [0, 16], [1, 4]))
+SPOILED = [
+    (how, first, rows)
+    for how, row in zip(INVALID, (1, 4, 1, 4), strict=True)
+    for first, rows in ((0, row), (16, 5 - row))
+]
 """How, from which position, in how many rows."""
 
 
@@ -140,7 +143,7 @@ def test_a_call_ends_as_often_as_plain_draws_a_token_with_invalid_logits_after_i
     torch.manual_seed(0)
     p, q = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     failed = 0
-    for _ in range(2000):
+    for _ in range(1000):
         first, second = q.multinomial(1), q.multinomial(1)
         logits = p.log().expand(1, 3, 4).clone()
         if first == 3:
@@ -157,4 +160,4 @@ def test_a_call_ends_as_often_as_plain_draws_a_token_with_invalid_logits_after_i
         except RuntimeError:
             failed += 1
     # the token is drawn with probability 0.1 as draft or as correction; it is kept as a draft with the same probability
-    assert abs(failed - 200) < 60  # more than four standard deviations
+    assert abs(failed - 100) < 42  # more than four standard deviations

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import random_ids
+from covering import in_turns
 from pairs import CALL, ENDS, ROUNDING, no_fallback
 from test_continued import Guided, target_of
 from transformers import (
@@ -54,8 +55,7 @@ def require_same(ours: Any, plain: Any) -> None:
 # --- caches
 
 
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name,rows", in_turns(MODELS, [1, 4]))
 def test_a_static_cache_of_the_calls_own_is_a_matter_of_storage(name: str, rows: int) -> None:
     target, model = target_of(name)
     call = CALL | batch(name, rows) | {"eos_token_id": ENDS, "cache_implementation": "static"}
@@ -113,13 +113,12 @@ def warned(run: Any) -> tuple[Any, list[str]]:
     return result, [str(w.message) for w in caught if issubclass(w.category, DraftingStopped)]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(
     "kind",
     # quanto compiles its kernels when they are first called
     [pytest.param(kind, marks=[pytest.mark.slow] if kind == "quantized" else []) for kind in caches()],
 )
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "rows"), [("llama", 1), ("gemma3", 4)])
 def test_other_caches_of_the_callers_are_filled_by_plain_decoding(name: str, kind: str, rows: int) -> None:
     if kind == "offloaded" and not torch.accelerator.is_available():
         pytest.skip("offloading needs an accelerator")
@@ -167,13 +166,16 @@ def test_states_that_tell_no_length_go_on_plainly() -> None:
 # --- embeddings
 
 
-@pytest.mark.parametrize("with_ids", [False, True], ids=["embeddings", "embeddings and ids"])
 @pytest.mark.parametrize(
-    "mode", [{}, {"logits_processor": [lambda ids, scores: scores]}], ids=["own lengths", "lockstep"]
+    ("name", "rows", "lockstep", "with_ids"),
+    [
+        (name, rows, lockstep, (number + (rows > 1) + lockstep) % 2 > 0)
+        for number, name in enumerate(["llama", "gpt2", "gemma3", "mistral-window", "qwen3_next"])
+        for rows, lockstep in ((1, False), (4, True), (4, False))[number % 2 :][:2]
+    ],
 )
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "mistral-window", "qwen3_next"])
-def test_a_prompt_of_embeddings(name: str, rows: int, mode: dict[str, Any], with_ids: bool) -> None:
+def test_a_prompt_of_embeddings(name: str, rows: int, lockstep: bool, with_ids: bool) -> None:
+    mode: dict[str, Any] = {"logits_processor": [lambda ids, scores: scores]} if lockstep else {}
     target, model = target_of(name)
     given = batch(name, rows)
     ids = given.pop("input_ids")

@@ -150,20 +150,22 @@ def one_in(count: int, values: Sequence[Any]) -> list[Any]:
     ]
 
 
+def only(params: Sequence[Any], run: Container[str]) -> list[Any]:
+    """Of parameters, those whose first value has one of these labels run; the rest is slow."""
+    return [
+        one if label(one.values[0]) in run else pytest.param(*one.values, id=one.id, marks=pytest.mark.slow)
+        for one in params
+    ]
+
+
 def some(values: Sequence[Any], run: Container[str]) -> list[Any]:
     """Values as parameters, of which those with these labels run; the rest is slow."""
-    return [
-        pytest.param(value, id=label(value), marks=() if label(value) in run else pytest.mark.slow) for value in values
-    ]
+    return only([pytest.param(value, id=label(value)) for value in values], run)
 
 
-def kinds_once(params: Sequence[Any]) -> list[Any]:
-    """Parameters that begin with a way to draft, of which the first of each kind runs; the rest is slow."""
-    first = {(method.alike or method.name): method for method in [param.values[0] for param in params][::-1]}
-    return [
-        param if param.values[0] in first.values() else pytest.param(*param.values, id=param.id, marks=pytest.mark.slow)
-        for param in params
-    ]
+def first_of_kinds(methods: Sequence[Any]) -> set[str]:
+    """The names of ways to draft of which none drafts like one before it."""
+    return set({method.alike or method.name: method.name for method in methods[::-1]}.values())
 
 
 def over(names: str, *lists: Sequence[Any], **kwargs: Any) -> pytest.MarkDecorator:

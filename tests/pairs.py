@@ -38,10 +38,10 @@ def _built(name: str) -> tuple[PreTrainedModel, AssistedModelForCausalLM]:
 
 
 @contextmanager
-def no_fallback() -> Iterator[None]:
-    """A warning is an error in here: decoding without drafts would hide what is tested."""
+def no_fallback(kind: type[Warning] = Warning) -> Iterator[None]:
+    """A warning of this kind is an error in here: decoding without drafts would hide what is tested."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", kind)
         yield
 
 
@@ -111,6 +111,15 @@ class Listener:
 
     def end(self) -> None:
         self.heard.append("end")
+
+
+def padded(
+    target: PreTrainedModel, rows: int = 4, length: int = 12, seed: int | None = None, step: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random tokens and their mask [rows, length], each row with so many more pads on the left than the one before."""
+    ids = random_ids(target, rows, length, rows if seed is None else seed)
+    mask = (torch.arange(length) >= step * torch.arange(rows)[:, None]).long()
+    return ids.where(mask.bool(), SPECIAL["pad_token_id"]), mask
 
 
 def prompt(rows: int = 1, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:

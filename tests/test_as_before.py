@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right
-from covering import in_turns
+from covering import in_turns, one_in
 from pairs import BY_NAME
 from test_trust import LONG, OWN, PLAIN, batch, compared, made, mlps, only_generated
 from torch import nn
@@ -51,7 +51,7 @@ def strengthened(adapted: Any) -> None:
             weight.data.add_(0.4 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(name))))
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", one_in(3, list(ADAPTERS)))
 def test_adapters(kind: str, weights: tuple[Any, Any]) -> None:
     """At work, switched, disabled, enabled again, merged, unmerged, and merged for good."""
     adapted = peft.get_peft_model(copy.deepcopy(weights[0]), ADAPTERS[kind]()).eval()

@@ -98,8 +98,7 @@ def test_every_draft_and_length_and_plain_decoding(target: Any, draft: str, prom
 
 
 @needed
-@pytest.mark.parametrize("vocabulary", [96, 97, 127])
-@pytest.mark.parametrize("bits", [16, 8, 8.8, 4, 4.8])
+@pytest.mark.parametrize("bits,vocabulary", in_turns([16, 8, 8.8, 4, 4.8], [97, 127, 96]))
 def test_heads_of_any_size(bits: float, vocabulary: int) -> None:
     """One that the kernels fill up is a module of its own; rows times tokens are more than its inputs."""
     torch.manual_seed(0)
@@ -325,9 +324,9 @@ ODD = {  # sizes at which a product may be computed in another way for many colu
 }
 
 
-@pytest.mark.parametrize("size,input_bits", in_turns(list(ODD), [16, 8]))
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_weights_of_odd_sizes_over_more_columns_than_inputs(size: str, bits: int, input_bits: int) -> None:
+@pytest.mark.parametrize("size,width", in_turns(list(ODD), [(8, 16), (4, 8), (4, 16), (8, 8)]))
+def test_packed_weights_of_odd_sizes_over_more_columns_than_inputs(size: str, width: tuple[int, int]) -> None:
+    bits, input_bits = width
     kind, sizes = ODD[size]
     given = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1} | sizes
     config = AutoConfig.for_model(kind, vocab_size=97, num_hidden_layers=2, pad_token_id=0, eos_token_id=None, **given)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, Architecture, build, random_ids
 from covering import over
-from pairs import CALL, ENDS, ROUNDING, Listener, no_fallback
+from pairs import CALL, ENDS, ROUNDING, Listener, no_fallback, padded
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
@@ -110,9 +110,7 @@ def turns(name: str, mode: str, hidden: list[bool], trees: bool = False, attenti
     """Three turns of a padded batch, over the cache that each returns. hidden: whether the padding after the ends of the last
     turn is hidden in the next one."""
     target, model = target_of(name, attention)
-    ids = random_ids(target, 4, 12, seed=3)
-    mask = (torch.arange(12) >= 2 * torch.arange(4)[:, None]).long()
-    ids = ids.where(mask.bool(), CALL["pad_token_id"])
+    ids, mask = padded(target, seed=3)
     free = target.generate(ids, attention_mask=mask, **CALL, **MODES[mode]())
     eos = [*ENDS, int(free[0, 15]), int(free[2, 17])]  # so that rows end apart in any case
     caches: list[DynamicCache | None] = [None, None]

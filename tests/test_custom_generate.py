@@ -6,13 +6,12 @@ import copy
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pairs import CALL, pair, prompt
+from pairs import CALL, no_fallback, pair, prompt
 from test_threads import in_threads
 from transformers import AutoModelForCausalLM
 
@@ -46,8 +45,7 @@ def test_the_text_is_plain_and_drafted(draft: Any, tmp_path: Path) -> None:
     expected = target.generate(ids, **CALL)
     assert report_of(target) is None
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", DraftingStopped)
+        with no_fallback(DraftingStopped):
             text = target.generate(ids, custom_generate=folder, **HOSTED)
         assert text.tolist() == expected.tolist()
         report = report_of(target)

@@ -1,13 +1,11 @@
 """Greedy decoding: token for token what plain `generate` says, in float32, over all architectures."""
 
-import warnings
-
 import pytest
 import torch
 from architectures import ARCHITECTURES, VOCABULARY, build, half_right, random_ids
 from covering import each_once, over
 from made_tokenizers import characters
-from pairs import ENDS, said_by
+from pairs import ENDS, no_fallback, padded, said_by
 
 from assisted import AssistedModelForCausalLM
 from assisted.core import host as clock
@@ -31,18 +29,8 @@ def both(target, model, ids, draft_length=4, **kwargs):
     """The same call, plainly and assisted; any fallback to plain decoding is an error."""
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, "pad_token_id": 0} | kwargs
     plain = said_by(target, ids, **kwargs)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", category=DraftingStopped)
+    with no_fallback(DraftingStopped):
         return plain, model.generate(ids, draft_length=draft_length, **kwargs)
-
-
-def padded_batch(target, rows=4, length=12):
-    """Left-padded rows of different lengths."""
-    ids = random_ids(target, rows, length, seed=rows)
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        mask[row, : 2 * row] = 0
-    return ids.where(mask.bool(), 0), mask
 
 
 @over("architecture,draft", ARCHITECTURES, list(DRAFTS), also=each_once)
@@ -56,7 +44,7 @@ def test_every_token_right_or_none_equals_plain(architecture, draft):
         assert assisted.report.new_tokens == NEW_TOKENS
         # rounding between passes of different widths may cost a token, no more
         assert draft != "itself" or assisted.report.tokens_per_pass > 3.5
-    ids, mask = padded_batch(target)
+    ids, mask = padded(target)
     plain, ours = both(target, assisted, ids, attention_mask=mask, eos_token_id=ENDS)
     assert ours.tolist() == plain.tolist()
     assert draft != "itself" or assisted.report.accepted > 0
@@ -66,7 +54,7 @@ def test_every_token_right_or_none_equals_plain(architecture, draft):
 def test_the_draft_length_changes_nothing(draft_length):
     target = build(ARCHITECTURES[0])
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))
-    ids, mask = padded_batch(target)
+    ids, mask = padded(target)
     plain, ours = both(target, model, ids, draft_length, attention_mask=mask, eos_token_id=None, max_new_tokens=60)
     assert ours.tolist() == plain.tolist()
 

@@ -3,15 +3,14 @@
 import copy
 import itertools
 import threading
-import warnings
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
-from covering import in_turns, over
+from covering import in_turns, one_in, over
 from eagle_heads import trained_head
 from methods import HEADS, LISTS, METHODS
-from pairs import CALL, ENDS, no_fallback, prompt
+from pairs import CALL, ENDS, no_fallback, padded, prompt
 from recording import Recording, record_captures
 from test_needs import BESIDE, check_states
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
@@ -68,15 +67,11 @@ def passes(runner, ids, count):
 
 
 def check(target, model, rows=4):
-    ids, mask = random_ids(target, rows, 12, seed=4), torch.ones(rows, 12, dtype=torch.int64)
-    for row in range(rows):
-        mask[row, : 2 * row] = 0
-    ids = ids.where(mask.bool(), 0)
+    ids, mask = padded(target, rows, seed=4)
     kwargs = CALL | {"attention_mask": mask, "eos_token_id": ENDS, "max_new_tokens": 24}
     plain = target.generate(ids, **kwargs)
     for _ in range(2):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", category=DraftingStopped)
+        with no_fallback(DraftingStopped):
             assert model.generate(ids, **kwargs).tolist() == plain.tolist()
 
 
@@ -151,7 +146,7 @@ def test_slots_side_by_side_run_eagerly(name):
     assert model.graphs.replays == model.graphs.captured == 0
 
 
-@pytest.mark.parametrize("draft", [None, "suffix", "early-exit:1"], ids=str)
+@pytest.mark.parametrize("draft", one_in(3, [None, "suffix", "early-exit:1"]))
 def test_sampling_follows_the_targets_distribution(draft, monkeypatch):
     monkeypatch.setattr(CudaGraphs, "confirms", False)  # a call's first round already has the captured chain
     target = tiny(0, layers=2)
@@ -613,8 +608,7 @@ def check_on_cuda(target, model):
     kwargs = CALL | {"attention_mask": torch.ones_like(ids)}
     plain = target.generate(ids, **kwargs)
     for _ in range(3):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", category=DraftingStopped)
+        with no_fallback(DraftingStopped):
             assert model.generate(ids, **kwargs).tolist() == plain.tolist()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
-from covering import over
+from covering import in_turns, over
 from eagle_heads import random_head
 from methods import in_parallel
 from pairs import BY_NAME, CALL, ENDS, pair, tokenizer
@@ -55,8 +55,7 @@ DRAFTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft,rows", in_turns(list(DRAFTS), [3, 1, 16]))
 def test_every_answer_is_that_of_its_prompt_alone(draft: str, rows: int) -> None:
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4)
@@ -83,19 +82,20 @@ def test_all_architectures(architecture: Any) -> None:
     assert found == alone(target, texts, **EARLY)
 
 
-@pytest.mark.parametrize("fast", ["auto", "eager"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2, "bad_words_ids": [[7]]},
-        {"min_length": 12, "suppress_tokens": [9, 11]},
-        {"max_new_tokens": None, "max_length": 24},
-        {"do_sample": True, "top_k": 1},
-        {"draft_length": "adaptive"},
-        {"draft_length": "confidence"},
-    ],
-    ids=str,
+    "settings,fast",
+    in_turns(
+        [
+            {"repetition_penalty": 1.3},
+            {"no_repeat_ngram_size": 2, "bad_words_ids": [[7]]},
+            {"min_length": 12, "suppress_tokens": [9, 11]},
+            {"max_new_tokens": None, "max_length": 24},
+            {"do_sample": True, "top_k": 1},
+            {"draft_length": "adaptive"},
+            {"draft_length": "confidence"},
+        ],
+        ["auto", "eager"],
+    ),
 )
 def test_settings(settings: dict[str, Any], fast: str) -> None:
     target = build(BY_NAME["llama"])

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, RECURRENT, build, random_ids
 from covering import in_turns, over
 from methods import HEADS, LISTS, dflash, mtp
-from pairs import CALL, ENDS, said_by
+from pairs import CALL, ENDS, padded, said_by
 from test_methods import assisted_without_fallback
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
@@ -204,9 +204,7 @@ def test_several_heads_in_a_list(name, heads, make):
     plain = said_by(target, one, **CALL)
     assert assisted_without_fallback(model, one, **CALL).tolist() == plain.tolist()
 
-    four, caches = random_ids(target, 4, 12, seed=4), [None, None]
-    mask = (torch.arange(12) >= 2 * torch.arange(4)[:, None]).long()
-    four = four.where(mask.bool(), 0)
+    (four, mask), caches = padded(target), [None, None]
     call = CALL | {"eos_token_id": ENDS, "return_dict_in_generate": True, "use_cache": True}
     for _ in range(2):
         plain = target.generate(four, attention_mask=mask, past_key_values=caches[0], **call)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import random_ids
 from covering import in_turns
-from pairs import CALL, ENDS, ROUNDING, no_fallback
+from pairs import CALL, ENDS, ROUNDING, no_fallback, padded
 from test_continued import Guided, target_of
 from transformers import (
     DynamicCache,
@@ -30,9 +30,8 @@ pytestmark = pytest.mark.usefixtures("invariants")
 
 
 def batch(name: str, rows: int) -> dict[str, torch.Tensor]:
-    ids = random_ids(target_of(name)[0], rows, 12, seed=3)
-    mask = (torch.arange(12) >= 2 * torch.arange(rows)[:, None]).long()
-    return {"input_ids": ids.where(mask.bool(), CALL["pad_token_id"]), "attention_mask": mask}
+    ids, mask = padded(target_of(name)[0], rows, seed=3)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def kept(cache: Any) -> list[torch.Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from architectures import ARCHITECTURES, RECURRENT, Architecture, build, half_right, random_ids
+from covering import over
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -121,9 +122,9 @@ def test_copies_are_counted_as_they_are_made(config: Any, dtype: torch.dtype) ->
         assert copy_bytes(large, dtype, memory=2**30) == 0 < copy_bytes(large, dtype, memory=2**40)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_states_are_those_of_the_models_own_cache(name: str) -> None:
-    model = build(name)
+@over("architecture", ARCHITECTURES)
+def test_states_are_those_of_the_models_own_cache(architecture: Architecture) -> None:
+    model = build(architecture)
     ids = torch.tensor([[5, 6, 7]])
     cache = model(input_ids=ids, use_cache=True).past_key_values
     every = getattr(cache, "layers", [])
@@ -142,15 +143,15 @@ def planned_states(shapes: Shapes, rows: int, drafted: int, draft: str = "suffix
     return sum(part.bytes for part in parts(shapes, parse(draft), use) if part.name.endswith("recurrent states"))
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_states_are_planned_as_the_engine_keeps_them(name: str) -> None:
+@over("architecture", RECURRENT)
+def test_states_are_planned_as_the_engine_keeps_them(architecture: Architecture) -> None:
     """A copy, a state for each column, or what layers with the delta rule keep of each column."""
-    model, text = build(name), random_ids(build(name), 2, 9)
+    model, text = build(architecture), random_ids(build(architecture), 2, 9)
     try:
         pair = AssistedModelForCausalLM.from_models(model, draft=half_right(model, noise=0.1), draft_length=5)
     except ValueError:
         pytest.skip("refused as a target")
-    assert expected_masks(build(name).to("meta")).trees == masks_of(model, trust(model)).trees
+    assert expected_masks(build(architecture).to("meta")).trees == masks_of(model, trust(model)).trees
     pair.generate(text, max_new_tokens=24, do_sample=False, eos_token_id=None)
     assert pair.report is not None and pair.report.drafted
     assert planned_states(Shapes.of_config(model.config), 2, 5) == pytest.approx(pair.report.state_bytes, rel=0.1)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import in_turns
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -131,7 +132,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, DTYPES), indirect=["name"])
 def test_every_name_loads_and_stays_close(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     original = llama(tmp_path, dtype=dtype)
     model = load_quantized(str(tmp_path), name, dtype=dtype)
@@ -163,7 +164,7 @@ def test_a_list_of_ones_own_does_not_quantize_a_tied_head(tmp_path: Path) -> Non
     assert own.modules_to_not_convert == [".*mlp"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, [torch.bfloat16, torch.float32]), indirect=["name"])
 def test_a_saved_draft_computes_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Also after forwards: the first one repacks bitsandbytes' 4-bit weights in place on some CPUs."""
     original = llama(tmp_path / "source", dtype=torch.float32)
@@ -199,8 +200,9 @@ def test_a_model_that_is_not_quantized_is_saved_as_it_is(tmp_path: Path) -> None
     assert torch.equal(logits(loaded), logits(original))
 
 
-@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
-def test_a_quantized_copy_leaves_the_original_alone(name: str, dtype: torch.dtype, tie: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name,dtype", in_turns(NAMES, [torch.float32, torch.bfloat16]), indirect=["name"])
+def test_a_quantized_copy_leaves_the_original_alone(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tie = dtype == torch.bfloat16
     original = llama(tmp_path / "source", dtype=dtype, tie=tie)
     expected, before = logits(original), fingerprint(original)
     copied = quantize_copy(original, name)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, random_ids
-from covering import in_turns
+from covering import in_turns, one_in
 from pairs import BY_NAME, no_fallback
 from test_precision import MARGINS, margins
 from test_quantization import MODULES, llama
@@ -109,6 +109,9 @@ def loaded(path: str | Path, quantization: Any, dtype: torch.dtype) -> PreTraine
     return load_quantized(str(path), quantization, dtype=dtype)
 
 
+some_names = pytest.mark.parametrize("name", one_in(3, NAMES), indirect=True)
+
+
 @pytest.mark.parametrize("name,dtype", in_turns(NAMES, DTYPES), indirect=["name"])
 def test_as_target(name: str, dtype: torch.dtype, folder: Path) -> None:
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -133,6 +136,7 @@ def test_as_draft_model(name: str, dtype: torch.dtype, folder: Path) -> None:
     compare(pair, PROMPTS)
 
 
+@some_names
 def test_both_quantized_by_one_call(name: str, folder: Path) -> None:
     pair = AssistedModelForCausalLM.from_pretrained(
         folder, quantization_config=resolve(name, torch.float32), draft=folder, draft_quantization=name
@@ -150,6 +154,7 @@ def test_configs_without_a_name(other: str, dtype: torch.dtype, folder: Path) ->
     compare(pair, PROMPTS)
 
 
+@some_names
 def test_batches(name: str, folder: Path) -> None:
     target = loaded(folder, name, torch.float32)
     draft = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -160,6 +165,7 @@ def test_batches(name: str, folder: Path) -> None:
     compare(AssistedModelForCausalLM.from_models(draft, draft=f"self:{name}"), [ids], mask=mask)
 
 
+@some_names
 def test_sampling_without_fused_layers(name: str, folder: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     pair = AssistedModelForCausalLM.from_models(target, draft=f"self:{name}", fast="eager")

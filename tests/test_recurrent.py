@@ -13,7 +13,7 @@ from covering import in_turns, some
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import METHODS, Method
-from pairs import CALL, ENDS, Listener, no_fallback, said_by
+from pairs import CALL, ENDS, Listener, no_fallback, padded, said_by
 from recurrent_table import PAGE, section, table
 from test_sampling import ALPHA, PROMPT, VOCABULARY, counts, exact_distribution, p_value
 from test_sampling import NEW_TOKENS as SAMPLED
@@ -124,12 +124,6 @@ def both(name, ids, is_right=mostly, width=4, fails=(), **kwargs):
     known = plain if isinstance(plain, torch.Tensor) else plain.sequences
     model.drafter = Oracle(known, is_right, width, fails)
     return plain, model.generate(ids, draft_length=width, **kwargs), model.report
-
-
-def padded(target, rows=4, length=12):
-    ids = random_ids(target, rows, length, seed=rows)
-    mask = (torch.arange(length) >= 2 * torch.arange(rows)[:, None]).long()
-    return ids.where(mask.bool(), 0), mask
 
 
 # --- the text

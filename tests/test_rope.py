@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from pairs import BY_NAME, ENDS
+from covering import in_turns
+from pairs import BY_NAME, ENDS, no_fallback, padded
 from transformers import DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -54,11 +55,8 @@ def model_of(kind: str, name: str = "llama", **fields: Any) -> Any:
 
 
 def batch(model: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = random_ids(model, rows, length)
-    mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : 7 * row] = 0
-    return {"input_ids": ids.where(mask.bool(), 0), "attention_mask": mask}
+    ids, mask = padded(model, rows, length, seed=0, step=7)
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def begin_anew(model: Any) -> None:
@@ -82,16 +80,15 @@ CASES = [(kind, "draft") for kind in KINDS]
 CASES += [(kind, draft) for kind in CHANGING for draft in ("suffix", "recycle", "early-exit:1", "layer-skip")]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("kind", "draft"), CASES)
-def test_text_across_the_change(kind: str, draft: str, rows: int) -> None:
+@pytest.mark.parametrize("case,rows", in_turns(CASES, [1, 3]))
+def test_text_across_the_change(case: tuple[str, str], rows: int) -> None:
+    kind, draft = case
     target = model_of(kind)
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target) if draft == "draft" else draft)
     for length in (50, 63, 65):
         inputs, plain = batch(target, rows, length), plainly(kind, rows, length)
         begin_anew(target)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", category=DraftingStopped)
+        with no_fallback(DraftingStopped):
             warnings.filterwarnings("ignore", ".* longer than the target's context of 64 tokens")  # dynamic angles
             assisted = model.generate(**inputs, draft_length=4, **CALL)
         assert assisted.tolist() == plain.tolist()

@@ -3,14 +3,13 @@
 import gc
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from covering import in_turns
+from covering import first_of_kinds, in_turns, only
 from methods import METHODS, Method
-from pairs import BY_NAME, CALL, said_by, tokenizer
+from pairs import BY_NAME, CALL, no_fallback, said_by, tokenizer
 from transformers import TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
@@ -69,8 +68,7 @@ def check(target, model, draft_length=None):
         call = CALL | {"attention_mask": torch.ones_like(ids), "draft_length": draft_length}
         return [model.generate(ids, **call).tolist() for _ in range(TURNS)]
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", category=DraftingStopped)
+    with no_fallback(DraftingStopped):
         found = in_threads(work)
     for one in found:
         if isinstance(one, BaseException):
@@ -80,7 +78,9 @@ def check(target, model, draft_length=None):
     assert model.totals.new_tokens == TURNS * written
 
 
-@pytest.mark.parametrize(("method", "length"), in_turns(METHODS + OTHERS, [None, 3]))
+@pytest.mark.parametrize(
+    ("method", "length"), only(in_turns(METHODS + OTHERS, [None, 3]), first_of_kinds(METHODS + OTHERS))
+)
 def test_every_draft_in_four_threads(method, length):
     target = build(BY_NAME["llama"])
     check(target, AssistedModelForCausalLM.from_models(target, method.draft(target)), length)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import html
 import threading
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import transformers.generation.configuration_utils as configuration_utils
+from pairs import no_fallback
 
 from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import DraftingStopped
@@ -50,8 +50,7 @@ def test_a_batch_of_requests_warns_once_and_has_a_report_of_its_own(model: Assis
     assert (model.report.new_tokens, model.report.row_tokens) == (16, (8, 8))
     assert (model.report.drafted, model.report.target_passes, model.report.assisted_share) == (0, 14, 0.0)
     assert model.totals.new_tokens == 24
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DraftingStopped)
+    with no_fallback(DraftingStopped):
         model.generate_batch(PROMPTS[:1], max_new_tokens=2, **FEW_SLOTS)
 
 
@@ -72,8 +71,7 @@ def test_training_mode_says_what_to_call(model: AssistedModelForCausalLM) -> Non
     with pytest.warns(DraftingStopped, match=r"model\.eval\(\)"):
         model.generate(torch.tensor(PROMPTS[:1]), **CALL)
     model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", DraftingStopped)
+    with no_fallback(DraftingStopped):
         one_call(model)
 
 

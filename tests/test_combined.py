@@ -177,16 +177,6 @@ def test_a_call_goes_on_with_the_member_that_has_not_failed(number, which, monke
     assert model.report.assisted_share > 0.5 and model.report.drafted > 0
 
 
-def test_what_was_learned_goes_on_in_the_next_call():
-    target, model = pair(lambda target: [half_right(target), build(BY_NAME["llama"], seed=5)])
-    ids = random_ids(target, 1, 12, seed=3)
-    rounds_so_far = []
-    for _ in range(2):
-        model.generate(ids, **CALL)
-        rounds_so_far.append(model.length.members[0].rounds)
-    assert 0 < rounds_so_far[0] < rounds_so_far[1]
-
-
 def pair(draft, name="llama"):
     target = build(BY_NAME[name])
     return target, AssistedModelForCausalLM.from_models(target, draft=draft(target), draft_length=4)

@@ -74,19 +74,6 @@ def test_a_chain_is_the_tree_of_only_children(width):
     check(dataclasses.replace(draft, parents=None), parents)
 
 
-def test_the_documented_example():
-    found = tree([[-1, 0, 0, 2]]).ancestors()[0].int().tolist()
-    assert found == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
-
-
-def test_asking_changes_nothing():
-    draft = tree([[-1, 0, 0, 2], [-1, -1, 1, 2]])
-    before = draft.tokens.clone(), draft.parents.clone()
-    draft.depths(), draft.ancestors(), draft.prefix(1, 3)
-    assert torch.equal(draft.tokens, before[0])
-    assert torch.equal(draft.parents, before[1])
-
-
 def test_empty_and_frozen():
     draft = Draft.empty(3)
     assert draft.width == 0

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from architectures import half_right
+from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
 from medusa_heads import random_heads
 from pairs import CALL, ENDS, pair, prompt
 from test_ngram import text_of
-from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SETTINGS, VOCABULARY, counts, exact_distribution, p_value, tiny
+from test_sampling import SETTINGS, VOCABULARY, require_distribution, tiny
 from test_suffix import followers, followers_in_tree, tree_of
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, Medusa, NGram, Suffix
@@ -220,8 +221,7 @@ DRAFTS = {
 UNSURE = Confidence(0.7, 8)  # a half-right model drafts a token or two
 
 
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.2}], ids=["greedy", "penalty"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("draft", "processors"), in_turns(list(DRAFTS), [{}, {"repetition_penalty": 1.2}]))
 def test_continued_drafts_equal_plain(draft, processors, monkeypatch):
     target, _ = pair()
     spec = Combined(DRAFTS[draft](target, **processors))
@@ -269,19 +269,16 @@ def test_fill_can_be_switched_off_and_is_saved(tmp_path, monkeypatch):
     assert read({"method": "combined", "drafters": [part.written("x") for part in map(parse, two)]}, tmp_path).fill
 
 
-@pytest.mark.parametrize("setting", ["plain", "top-k", "repetition penalty"])
-@pytest.mark.parametrize("draft", ["with q", "without q"])
+@pytest.mark.parametrize(
+    ("setting", "draft"), in_turns(["plain", "top-k", "repetition penalty"], ["without q", "with q"])
+)
 def test_continued_drafts_follow_the_targets_distribution(draft, setting, monkeypatch):
     target, model = tiny(0), tiny(1)
     first = model if draft == "with q" else Medusa(random_heads(16, VOCABULARY, heads=1), tree=False)
     corpus = [[1, 3, 2, 4, a, b, c, 1, a] for a in range(5) for b in range(5) for c in range(5)]
     spec = Combined((first, Suffix(corpus=corpus, min_probability=0.01)))
     both = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=Confidence(0.7, 3))
-    torch.manual_seed(11)
     recorded = Recorded(monkeypatch)
-    kwargs = {"top_k": 0} | SETTINGS[setting]
-    many = {"max_new_tokens": NEW_TOKENS + 1, "do_sample": True, "num_return_sequences": 6000}
-    sequences = both.generate(PROMPT, **many, **kwargs)
+    require_distribution(both, 11, new_tokens=4, rows=6000, **SETTINGS[setting])
     added, kept = recorded.added_and_kept
     assert 0 < kept < added
-    assert p_value(counts(sequences), exact_distribution(target, NEW_TOKENS + 1, **kwargs)) > ALPHA

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import build, random_ids
+from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import BY_NAME, CALL, ENDS, prompt, tokenizer
@@ -137,7 +138,7 @@ def test_loops_go_on(period, depth):
         assert best.tokens == period * 4
 
 
-@pytest.mark.parametrize("period", [1, 3, 700], ids=["one token", "loop", "long loop"])
+@pytest.mark.parametrize("period", [1, 700], ids=["one token", "long loop"])
 def test_work_a_token_does_not_grow(period):
     tree, steps = SuffixTree(17), itertools.count()
 
@@ -184,13 +185,6 @@ def test_never_deeper_than_the_budget():
             draft = drafting_of(spec).propose(text_of([1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]), budget)
             assert 0 < int(draft.depths().max()) <= budget
     assert draft.parents is not None and draft.width > 3  # a tree may have more nodes than that
-
-
-def test_trees_only_for_targets_that_read_them():
-    spec = Suffix(tree=True)
-    draft = drafting_of(spec).propose(text_of([1, 2, 1, 3, 1]), 3)
-    assert draft.parents[0, :2].tolist() == [-1, -1] and sorted(draft.tokens[0, :2].tolist()) == [2, 3]
-    assert drafting_of(spec, trees=False).propose(text_of([1, 2, 1, 3, 1]), 3).parents is None
 
 
 def test_padding_is_no_text_and_rows_are_on_their_own():
@@ -275,8 +269,7 @@ def test_a_memory_that_grows_meanwhile_does_no_harm():
     assert drafting.propose(text, 1).tokens.tolist() in ([[6]], [[7]])
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize(("name", "tree"), in_turns(["llama", "gpt2", "gemma3"], [False, True]))
 def test_exact_to_the_end_of_the_context(name, tree):
     """No draft reaches beyond max_length or the context, whatever number of nodes it has."""
     target = build(BY_NAME[name], max_position_embeddings=48)
@@ -306,7 +299,7 @@ def test_is_the_default():
         parse(None, "nf4")
 
 
-@pytest.mark.parametrize("draft", [None, "ngram:3", Suffix(max_match=5, tree=True, corpus=[[3, 4]]), "recycle"])
+@pytest.mark.parametrize("draft", ["ngram:3", Suffix(max_match=5, tree=True, corpus=[[3, 4]]), "recycle"])
 def test_a_saved_model_without_a_draft_model(draft, tmp_path):
     target = build(BY_NAME["llama"])
     target.save_pretrained(tmp_path / "target")

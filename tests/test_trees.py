@@ -40,10 +40,6 @@ def test_the_best_size_before_anything_is_measured():
     assert size_of([COLUMN / 2], UNMEASURED) == 0
 
 
-def test_nodes_that_cost_nothing_are_all_taken():
-    assert size_of([0.5, 0.1, 0.01], Costs(((1, 1.0), (9, 1.0)), 0.1)) == 3
-
-
 @pytest.mark.parametrize(
     ("columns", "seconds"), [(1, 1.0), (2, 1.1), (3, 1.1 + 0.1 / 3), (5, 1.2), (7, 1.6), (9, 2.0), (11, 2.4)]
 )

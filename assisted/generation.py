@@ -203,12 +203,12 @@ class Generation:
 
     def _decode(self, call: Assembly, lent: Lent | None) -> tuple[Any, Any]:
         """Read the prompt and run the loop. Returns what a session keeps of the drafts."""
-        started = now()
+        started, spent = now(), self.settings.spent_once
         logits = read_prompt(call, lent)
         longest, context = max(call.target.cache.unpadded), call.target.context
         if longest > context:
             warn_plain(f"the prompt is longer than the target's context of {context} tokens")
-        seconds = now(call.target.device) - started
+        seconds = now(call.target.device) - started - (self.settings.spent_once - spent)
         self.recorder.read_prompt(seconds)
         room = call.text.room - 1
         # a draft reads a prompt that is no longer than the answer may be without being asked what that costs

@@ -347,6 +347,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 finally:
                     self._running = None
                     settings.over = True
+                    recorder.once_seconds = settings.spent_once
                     lengths_of_call.end()
             else:
                 first = () if inputs is None else (inputs,)  # its name differs between models
@@ -417,6 +418,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             yield from answers
         finally:
             settings.over = True
+            recorder.once_seconds = settings.spent_once
             of_call.end()
             self._count(recorder)
 

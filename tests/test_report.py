@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import pytest
+from pairs import pair, prompt
 
+from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import Round
 from assisted.core.report import Recorder, Report
 
@@ -131,23 +133,35 @@ def test_adding_to_a_total_leaves_earlier_reports_alone():
 
 
 def test_text():
-    text = str(dataclasses.replace(recorded().report(), predicted_speedup=1.25))
+    timed = {"prompt_seconds": 0.25, "once_seconds": 0.5, "predicted_speedup": 1.25}
+    text = str(dataclasses.replace(recorded().report(), **timed))
     assert text.splitlines() == [
         "10 new tokens in 4.00 s (2.5 tokens/s)",
         "5 target passes, 1.60 tokens per pass",
         "3 of 6 drafted tokens accepted (50%)",
         "by position: 67% 50% 0%",
-        "time: 0.88 s drafting, 2.25 s verifying",
-        "predicted speedup 1.25",
+        "time: 0.25 s reading the prompt, 0.88 s drafting, 2.00 s verifying, 0.50 s one-time work, 0.38 s other",
+        "predicted speedup over no draft 1.25",
         "75% of the tokens were generated with drafting enabled",
     ]
+
+
+def test_every_second_of_a_call_has_a_name():
+    model = AssistedModelForCausalLM.from_models(pair()[0], draft="suffix")
+    for _ in range(2):
+        model.generate(prompt()["ids"], max_new_tokens=8, do_sample=False)
+        list(model.generate_many([prompt()["ids"][0]] * 3, rows=2, max_new_tokens=8, do_sample=False))
+        report = model.report
+        parts = report.draft_seconds, report.verify_seconds, report.once_seconds, report.other_seconds
+        assert min(parts) > 0 and sum(parts) == pytest.approx(report.seconds)
+        assert 0 < report.prompt_seconds < report.verify_seconds
 
 
 def test_text_leaves_out_what_there_is_not():
     text = str(Report(new_tokens=1, seconds=1.0, row_tokens=(1,), assisted_share=1.0))
     assert len(text.splitlines()) == 3
     assert "position" not in text and "time" not in text
-    assert "time: 0.00 s drafting, 0.50 s verifying" in str(Report(new_tokens=1, seconds=1.0, verify_seconds=0.5))
+    assert "0.00 s drafting, 0.50 s verifying" in str(Report(new_tokens=1, seconds=1.0, verify_seconds=0.5))
     assert "None" not in text
 
 

@@ -39,11 +39,13 @@ class Report:
         verify_seconds: time spent in the target's forward passes, prompt included; 0 for a call with `assisted=False`, where
             they are not timed separately.
         prompt_seconds: the part of that for the prompt.
+        once_seconds: one-time work, which later calls like this one do not repeat: compiling, copies of weights and their
+            comparison, captures.
         cached_tokens: columns of the prompt that an earlier call had read and that were not read again.
         plain_seconds_per_token: mean time of the target's forward passes over one token; None if every pass had a draft, or
             none was timed.
-        predicted_speedup: committed tokens per second relative to the baseline, from the costs that the draft length policy
-            measured; None if it measures none, and in the totals.
+        predicted_speedup: committed tokens per second relative to the same loop without drafts, from the costs that the draft
+            length policy measured; None if it measures none, and in the totals.
         assisted_share: share of the tokens that come from rounds with drafting enabled, in [0, 1]; trial drafts count.
         row_tokens: generated tokens of each row.
         state_bytes: that the target's recurrent states took, with copies of them and with what is kept of a forward pass; 0
@@ -69,6 +71,7 @@ class Report:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    once_seconds: float = 0.0
     cached_tokens: int = 0
     plain_seconds_per_token: float | None = None
     predicted_speedup: float | None = None
@@ -94,6 +97,11 @@ class Report:
         """accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
+    @property
+    def other_seconds(self) -> float:
+        """The rest of `seconds`: what transformers prepares for a call, processors and criteria, streamers, Python."""
+        return max(0.0, self.seconds - self.draft_seconds - self.verify_seconds - self.once_seconds)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields and the two ratios, for JSON."""
         return {**asdict(self), "tokens_per_pass": self.tokens_per_pass, "acceptance_rate": self.acceptance_rate}
@@ -107,11 +115,18 @@ class Report:
         if self.acceptance_by_position:
             lines.append("by position: " + " ".join(f"{share:.0%}" for share in self.acceptance_by_position))
         if self.verify_seconds:
-            lines.append(f"time: {self.draft_seconds:.2f} s drafting, {self.verify_seconds:.2f} s verifying")
+            parts = {
+                "reading the prompt": self.prompt_seconds,
+                "drafting": self.draft_seconds,
+                "verifying": self.verify_seconds - self.prompt_seconds,
+                "one-time work": self.once_seconds,
+                "other": self.other_seconds,
+            }
+            lines.append("time: " + ", ".join(f"{took:.2f} s {name}" for name, took in parts.items()))
         if self.cached_tokens:
             lines.append(f"{self.cached_tokens} tokens of the prompt were known and not read again")
         if self.predicted_speedup is not None:
-            lines.append(f"predicted speedup {self.predicted_speedup:.2f}")
+            lines.append(f"predicted speedup over no draft {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
             lines.append(f"{self.assisted_share:.0%} of the tokens were generated with drafting enabled")
         if self.draft is not None:
@@ -134,7 +149,8 @@ class Report:
 
 
 _ADDED = (
-    *("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "plain_seconds", "cached_tokens", "tokens"),
+    *("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "once_seconds", "plain_seconds"),
+    *("cached_tokens", "tokens"),
     *("plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"),
 )
 
@@ -154,6 +170,7 @@ class Recorder:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     prompt_seconds: float = 0.0
+    once_seconds: float = 0.0
     cached_tokens: int = 0
     plain_seconds: float = 0.0
     tokens: int = 0

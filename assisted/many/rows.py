@@ -23,6 +23,7 @@ from transformers.generation.stopping_criteria import (
 from ..calls.admission import why_plain
 from ..calls.assembly import assemble, running
 from ..calls.inputs import LoopInputs
+from ..core.host import now
 from ..core.text import Text
 from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
@@ -185,7 +186,9 @@ class _Run:
                 f"prompts: number {index} has {width} tokens, but the target's context ends at {target.context}"
             )
         self.text.begin(row, index, prompt, width + self.new if self.new is not None else max(self.most, width + 1))
+        started = now()
         renew(target, row, prompt[None, :-1])
+        self.recorder.read_prompt(now() - started)
         self.call.length.renew(row)
         if self.drafting.drafting is not None:
             try:

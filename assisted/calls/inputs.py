@@ -144,8 +144,7 @@ class LoopInputs:
     @property
     def cache(self) -> DynamicCache | StaticCache:
         """The caller's cache, or the one that transformers made. Of an encoder-decoder, that of its self-attention."""
-        found: DynamicCache | StaticCache = self.kwargs[self.cache_name]
-        return found
+        return self.kwargs[self.cache_name]
 
     @cached_property
     def returns_cache(self) -> bool:
@@ -162,8 +161,7 @@ class LoopInputs:
     @property
     def embeddings(self) -> torch.Tensor | None:
         """[B, P, D], of a prompt whose ids may also be in the text."""
-        found: torch.Tensor | None = self.kwargs.get("inputs_embeds")
-        return found
+        return self.kwargs.get("inputs_embeds")
 
     @property
     def width(self) -> int:
@@ -173,8 +171,7 @@ class LoopInputs:
     @property
     def mask(self) -> torch.Tensor | None:
         """[B, any] int64, the attention mask, also of the past."""
-        found: torch.Tensor | None = self.kwargs.get("attention_mask")
-        return found
+        return self.kwargs.get("attention_mask")
 
     @property
     def own_mask(self) -> torch.Tensor | None:

@@ -150,8 +150,7 @@ class Positions(Around):
         self, given: Any, past: int = 0, position_ids: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if self.ids is None:
-            counted: torch.Tensor = self.own(given, past, position_ids=position_ids, **kwargs)
-            return counted
+            return self.own(given, past, position_ids=position_ids, **kwargs)
         flat: torch.Tensor = self.own(given, 0, position_ids=self.ids.flatten())
         return flat.view(*self.ids.shape, -1)
 

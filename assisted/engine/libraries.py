@@ -142,8 +142,7 @@ def forget_prepared(model: Any) -> None:
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
     """The context in which `generate` runs forward passes over single tokens, where mixtures of experts have other kernels."""
-    context: AbstractContextManager[Any] = getattr(model, "_optimize_model_for_decode", nullcontext)()
-    return context
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 def pad_token(generation_config: Any) -> int | None:
@@ -199,8 +198,7 @@ def rotary_angles(rotary: nn.Module, hidden: torch.Tensor, position_ids: torch.T
 
 def attention_of(config: Any) -> str | None:
     """The name of the attention implementation that a model with this config runs."""
-    name: str | None = getattr(config, "_attn_implementation", None)
-    return name
+    return getattr(config, "_attn_implementation", None)
 
 
 def set_attention(config: Any, name: str) -> None:
@@ -259,8 +257,7 @@ def gguf_kinds() -> tuple[dict[int, tuple[int, int]], dict[int, Any]]:
 def gguf_splits() -> Mapping[str, str]:
     """Regular expressions for splitting text, by their names in GGUF; from 5.18 on, and empty before."""
     home, name = "transformers.integrations.gguf.gguf_tokenizer_mapping", "GGUF_PRE_TOKENIZER_SPLITS"
-    found: Mapping[str, str] = _found(home, name, "GGUF files cannot be written for llama.cpp", {})
-    return found
+    return _found(home, name, "GGUF files cannot be written for llama.cpp", {})
 
 
 # ---- Hooks of accelerate and torch
@@ -368,8 +365,7 @@ def lacks_tinygemm() -> str | None:
 def pack_for_tinygemm(levels: torch.Tensor) -> torch.Tensor:
     """Steps 0 to 15, [out, in] int32 on a card, out a multiple of 8 and in of 32, in the layout of `tinygemm`."""
     tiles = next(tiles for tiles in (8, 4, 2) if levels.shape[1] % (16 * tiles) == 0)
-    made: torch.Tensor = _pack_for_tinygemm((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), tiles)
-    return made
+    return _pack_for_tinygemm((levels[:, ::2] << 4 | levels[:, 1::2]).to(torch.uint8), tiles)
 
 
 def tinygemm(given: torch.Tensor, packed: torch.Tensor, group: int, scales: torch.Tensor) -> torch.Tensor:
@@ -379,8 +375,7 @@ def tinygemm(given: torch.Tensor, packed: torch.Tensor, group: int, scales: torc
         raise RuntimeError(
             f"these 4-bit weights are packed for a GPU and cannot run on {packed.device}; load the model there"
         )
-    made: torch.Tensor = _tinygemm(given.contiguous(), packed, group, scales)
-    return made
+    return _tinygemm(given.contiguous(), packed, group, scales)
 
 
 int_product = _found("torch", "_int_mm", "changed weights take longer to notice")
@@ -396,8 +391,7 @@ def packs_for_onednn() -> bool:
 
 def packed_product(inputs: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """[..., in], a weight [out, in] in oneDNN's layout, [out] or None -> [..., out]."""
-    made: torch.Tensor = _pointwise(inputs, packed, bias, "none", [], "")
-    return made
+    return _pointwise(inputs, packed, bias, "none", [], "")
 
 
 def multiplies_bfloat16(is_x86: bool) -> bool:

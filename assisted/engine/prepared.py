@@ -84,8 +84,7 @@ def through_all(
     angles = rotary_angles(base.rotary_emb, hidden, positions)
     given = {"position_ids": positions, "position_embeddings": angles, CACHE: cache}
     made = prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
-    logits: torch.Tensor = prepared.module.lm_head(base.norm(made))
-    return logits
+    return prepared.module.lm_head(base.norm(made))
 
 
 @dataclass(frozen=True)

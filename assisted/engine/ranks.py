@@ -39,8 +39,7 @@ class Ranks:
             return list(values)
         shared = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
-        found: list[float] = shared.tolist()
-        return found
+        return shared.tolist()
 
     def agree(self, *facts: int) -> list[bool]:
         """Whether all processes have the same value of each fact, an integer below 2^53."""

@@ -82,8 +82,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
         return _checksum_by_parts(numbers)
     if int_product is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
         octets = numbers.view(torch.int8)
-        made: torch.Tensor = int_product(octets, _multipliers(octets.shape[1], torch.int8).t())
-        return made
+        return int_product(octets, _multipliers(octets.shape[1], torch.int8).t())
     # without oneDNN, torch's product of bytes takes far too long; its product of words does from the left
     if numbers.shape[1] * numbers.element_size() % 4 == 0:
         words = numbers.view(torch.int32)

@@ -268,8 +268,7 @@ def matcher_of(matcher: Any) -> Matcher:
     for (package, name), kind in _MATCHERS.items():
         library = sys.modules.get(package)
         if library is not None and type(matcher) is getattr(library, name, None):
-            adapted: Matcher = kind(matcher)
-            return adapted
+            return kind(matcher)
     known = ", ".join(f"{package}.{name}" for package, name in _MATCHERS)
     raise ValueError(
         f"make: {type(matcher).__name__} is not a matcher; return a subclass of assisted.grammars.Matcher or one of {known}"

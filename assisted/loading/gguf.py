@@ -49,8 +49,7 @@ def reading_once() -> Iterator[None]:
     class Reader(gguf.GGUFReader):
         def _build_fields(self, offs: int, count: int) -> int:
             self.data: Any = self.data.view(np.ndarray)  # each slice of a memory map sets up a memory map
-            end: int = super()._build_fields(offs, count)
-            return end
+            return super()._build_fields(offs, count)
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(Reader), functools.cache(gguf.get_tensor_name_map)
@@ -159,8 +158,7 @@ def unmarked(model: PreTrainedModel) -> PreTrainedModel:
 
 def place_of(path: str, gguf_file: str, kwargs: Mapping[str, Any]) -> str:
     """Where a GGUF file of a folder or a Hub repository is on this machine. kwargs: with Hub arguments among others."""
-    place: str = cached_file(path, gguf_file, **of_hub(kwargs))
-    return place
+    return cached_file(path, gguf_file, **of_hub(kwargs))
 
 
 @dataclass(frozen=True)
@@ -198,9 +196,7 @@ def naming(kind: str, blocks: int) -> Callable[[str], str | None]:
     """What llama.cpp calls a module of transformers, such as `model.layers.0.mlp`, by the package gguf. kind: the architecture
     in a file. blocks: its number of layers."""
     gguf = importlib.import_module("gguf")
-    found: Callable[[str], str | None]
-    found = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == kind), blocks).get_name
-    return found
+    return gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == kind), blocks).get_name
 
 
 def _type_beside(path: str, **hub: Any) -> Any:

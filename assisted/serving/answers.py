@@ -306,8 +306,7 @@ class Answers:
             if not 1 <= body.get(name, 1) <= room:
                 most = f"the context has {self.context}, and {width} of the prompt"
                 raise Refused(f"{name}: {fields.shown(body[name])} is not possible; give 1 to {room}, since {most}")
-        wanted: int = body.get("max_completion_tokens", body.get("max_tokens", min(256, room)))
-        return wanted
+        return body.get("max_completion_tokens", body.get("max_tokens", min(256, room)))
 
     def _sampling(self, body: dict[str, Any]) -> dict[str, Any]:
         call: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0}
@@ -327,8 +326,7 @@ class Answers:
             raise Refused(
                 f"logprobs: of {tokens} tokens, they need too much memory; give a max_tokens of at most {most}"
             )
-        top: int = body.get("top_logprobs", 0) if is_chat else body["logprobs"]
-        return top
+        return body.get("top_logprobs", 0) if is_chat else body["logprobs"]
 
     def _grammar(self, schema: dict[str, Any]) -> GrammarProcessor:
         """A logits processor that allows the JSON of a schema only. Raises Refused for a schema that has none."""

@@ -171,8 +171,7 @@ def schema(value: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object"}
     about = value.get("json_schema")
     if value.get("type") == "json_schema" and isinstance(about, dict) and isinstance(about.get("schema"), dict):
-        found: dict[str, Any] = about["schema"]
-        return found
+        return about["schema"]
     wanted = '{"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
     raise Refused(f"response_format: {shown(value)} is not supported; give {wanted}")
 

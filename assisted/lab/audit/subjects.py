@@ -201,5 +201,4 @@ class Server:
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
-    found: str = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return found
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -34,8 +34,7 @@ def settings_in(path: Path) -> dict[str, Any]:
     """The settings of the run that wrote a checkpoint; none if there is no checkpoint."""
     if not path.exists():
         return {}
-    found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["about"]
-    return found
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["about"]
 
 
 def resume(

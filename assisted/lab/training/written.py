@@ -233,5 +233,4 @@ def _write(path: Path, batches: list[np.ndarray]) -> None:
 def _rendered(tokenizer: Any, message: str) -> str:
     """A conversation that the target is about to answer."""
     messages = [{"role": "user", "content": message}]
-    text: str = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return text
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)

@@ -219,8 +219,7 @@ class _Layer(nn.Module):
         hidden = hidden + self.post_attention_layernorm(attended)
         inner = self.pre_feedforward_layernorm(hidden)
         inner = mlp.down_proj(self.act(mlp.gate_proj(inner)) * mlp.up_proj(inner))
-        made: torch.Tensor = (hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar
-        return made
+        return (hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar
 
 
 class _Centroids(nn.Module):

@@ -107,8 +107,7 @@ class MTPHead(Head):
             **{CACHE: cache},
         )
         made = made[0] if isinstance(made, tuple) else made
-        ended: torch.Tensor = self.end_norm(made[:, -1:] if last_only else made)
-        return ended
+        return self.end_norm(made[:, -1:] if last_only else made)
 
     def logits(self, states: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Logits [..., V], from the states [..., H] that a step returned. target: needed if the output embedding is its own."""
@@ -170,8 +169,7 @@ class SequentialMTP(Head):
 
     @property
     def fc(self) -> nn.Linear:  # type: ignore[override]
-        first: nn.Linear = self.layers[0].fc
-        return first
+        return self.layers[0].fc
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., K * H], with zeros where `resume` puts the states of the column before."""

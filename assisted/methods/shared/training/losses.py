@@ -106,8 +106,7 @@ def divergence_of_states(
     name, log_p: [B, n, V], as for `divergence`. states: [B, n, H]. weights: [B, n], one for each position. output: H -> V, in
     any dtype, to which the states are cast. rounded: as for `rounded_products`.
     """
-    found: Tensor = _OfStates.apply(name, log_p, states, weights, output.weight, output.bias, rounded)
-    return found
+    return _OfStates.apply(name, log_p, states, weights, output.weight, output.bias, rounded)
 
 
 def _divergences(name: str, log_p: Tensor, draft_logits: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from assisted.cli.arguments import (
     device,
     int_or_name,
     loading,
+    option,
     print_or_write,
     require_tokenizer,
 )
@@ -53,6 +54,15 @@ def test_a_target_comes_first_or_by_name(words: list[str], target: str) -> None:
     add_target(parser, parser.add_argument_group("the pair"), "a model")
     parser.add_argument("--drafts", nargs="+")
     assert parser.parse_args(words).target == target
+
+
+def test_an_option_has_the_name_of_earlier_versions_too() -> None:
+    parser = argparse.ArgumentParser()
+    option(parser, "--max-new-tokens", "new tokens", 48, before="--new-tokens")
+    assert [
+        parser.parse_args(words).max_new_tokens for words in ([], ["--max-new-tokens", "7"], ["--new-tokens", "5"])
+    ] == [48, 7, 5]
+    assert "--new-tokens" not in parser.format_help().replace("--max-new-tokens", "")
 
 
 def test_a_number_or_a_name() -> None:

@@ -603,7 +603,7 @@ def test_demo_json(run: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("held_out")
 def test_demo_without_a_terminal_is_plain_text(run: Callable[..., Any]) -> None:
-    out = run("demo", *SMALL, "--prompts", "1").out
+    out = run("demo", *SMALL, "--count", "1").out
     assert "\x1b" not in out and "\r" not in out
     assert "zoo:draft" in out and "~" in out
     rows = [line.split() for line in out.splitlines()]

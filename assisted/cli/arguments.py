@@ -38,15 +38,18 @@ class Parser(argparse.ArgumentParser):
             raise
 
 
-def option(parser: Any, name: str, help: str, default: Any = None, **more: Any) -> None:
-    """Add an option, which is of its default's type and says so in its help; with the default False, a flag. more: for
-    `add_argument`."""
+def option(parser: Any, name: str, help: str, default: Any = None, before: str = "", **more: Any) -> None:
+    """Add an option, which is of its default's type and says so in its help; with the default False, a flag. before: its name
+    in earlier versions, which still works. more: for `add_argument`."""
     if default is False:
         more["action"] = "store_true"
     elif default is not None:
         help += DEFAULT
         more = {"type": type(default), **more}
-    parser.add_argument(name, default=default, help=help, **more)
+    added = parser.add_argument(name, default=default, help=help, **more)
+    if before:
+        more = {"type": added.type, "dest": added.dest}
+        parser.add_argument(before, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more)
 
 
 def add_json(parser: Any, what: str = "") -> None:

@@ -32,7 +32,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     work.add_argument("--prompts", nargs="+", default=["code", "edits", "json", "prose"], metavar="SET", help=text)
     option(work, "--count", "prompts per category, at least --batch", 4)
-    option(work, "--new-tokens", "new tokens per prompt; end tokens are ignored", 48)
+    ends = "new tokens per prompt; end tokens are ignored"
+    option(work, "--max-new-tokens", ends, 48, before="--new-tokens")
     option(work, "--repeats", "timed runs over all prompts", 3)
     add_temperature(work)
     option(work, "--top-p", "top-p of the sampling", 1.0)
@@ -64,7 +65,7 @@ def _measure(args: argparse.Namespace) -> Any:
     from ..lab.bench.measure import measure
     from ..lab.bench.protocol import Rules
 
-    rules = Rules(args.new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
+    rules = Rules(args.max_new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
     work = (args.prompts, args.count, rules, args.batch, args.context)
     with Bars() as bars:
         result = measure(args.target, args.draft, args.drafts, *work, not args.no_compile, bars, **loading(args))

@@ -32,7 +32,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     option(
         doctor, "--text", "a file or folder whose text the target continues (default: held-out code)", metavar="PATH"
     )
-    option(doctor, "--prompts", "prompts to decode, at most", 8)
+    option(doctor, "--count", "prompts to decode, at most", 8, before="--prompts", dest="prompts", metavar="COUNT")
     option(doctor, "--max-new-tokens", "new tokens per prompt", 48, dest="new_tokens", metavar="MAX_NEW_TOKENS")
     option(doctor, "--longest", "longest draft to consider", 15, metavar="N")
     add_temperature(doctor)

@@ -88,7 +88,7 @@ def _demo(args: argparse.Namespace) -> None:
     if not args.json:
         from .demo import show as run
     model, rules = load(args, "zoo:target", "zoo:draft"), Rules(args.max_new_tokens, args.repeats, seconds=args.seconds)
-    result = run(model, args.prompts, rules, _quantized(model, args))
+    result = run(model, args.count, rules, _quantized(model, args))
     if args.json:
         print_json(result.to_dict())
 
@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = command("demo", _demo, "show how a draft and a target write held-out code together, and what it costs")
     add_pair(demo, "zoo:draft for zoo:target, else suffix", device="cpu", dtype="float32", threads=1)
-    option(demo, "--prompts", "number of prompts to measure", 5)
+    option(demo, "--count", "number of prompts to measure", 5, before="--prompts")
     option(demo, "--max-new-tokens", "new tokens per prompt", 48)
     option(demo, "--repeats", "timed runs per method, at most", 5)
     option(demo, "--seconds", "approximate time for all measurements", 36.0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
-from covering import in_turns, over
+from covering import in_turns, one_in, some
 from methods import HEADS
 from mtp_heads import trained_mtp
 from pairs import BY_NAME, CALL, said_by, tokenizer
@@ -67,17 +67,22 @@ def talked(model: Any, target: Any, **kwargs: Any) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("draft,fast", in_turns(list(DRAFTS), ["auto", "eager"]))
-def test_every_text_is_plain(draft: str, fast: str) -> None:
+@pytest.mark.parametrize("draft", one_in(2, list(DRAFTS)))
+def test_every_text_is_plain(draft: str) -> None:
     target = build(BY_NAME["llama"])
-    model = pooled(target, DRAFTS[draft](target), fast=fast)
+    model = pooled(target, DRAFTS[draft](target))
     known = talked(model, target)
     turn = NEW + CALL["max_new_tokens"]
     assert known == [0, PREFIX - 1, PREFIX + turn - 1, PREFIX - 1, PREFIX + turn - 1, PREFIX + 2 * turn - 1]
     assert not report_of(model).warnings
 
 
-@over("architecture", [*ARCHITECTURES, *RECURRENT])
+@pytest.mark.parametrize(
+    "architecture",
+    some(
+        [*ARCHITECTURES, *RECURRENT], ("gemma3", "gpt2", "bloom", "deepseek_v3", "mamba2", "qwen3_5", "lfm2", "jamba")
+    ),
+)
 def test_all_architectures(architecture: Any) -> None:
     target = build(architecture)
     try:
@@ -109,8 +114,8 @@ def test_sampled_texts_follow_the_targets_distribution(monkeypatch: pytest.Monke
     model = pooled(target, towards(target, tiny(1)), draft_length=2)
     torch.manual_seed(11)
     call = {"max_new_tokens": SAMPLED, "do_sample": True, "top_k": 0}
-    found = [model.generate(PROMPT, **call) for _ in range(1500)]
-    assert model.totals.cached_tokens == 1499 * (PROMPT.shape[1] - 1)
+    found = [model.generate(PROMPT, **call) for _ in range(600)]
+    assert model.totals.cached_tokens == 599 * (PROMPT.shape[1] - 1)
     assert 0 < model.totals.accepted < model.totals.drafted
     assert p_value(counts(torch.cat(found)), exact_distribution(target, top_k=0)) > ALPHA
 

@@ -101,9 +101,9 @@ DRAFTS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("draft,fast", in_turns(list(DRAFTS), ["auto", "eager"]))
-def test_the_text_of_every_turn_is_plain(draft: str, rows: int, fast: str) -> None:
+@pytest.mark.parametrize("draft,how", in_turns(list(DRAFTS), [("auto", 3), ("eager", 1), ("auto", 1), ("eager", 3)]))
+def test_the_text_of_every_turn_is_plain(draft: str, how: tuple[str, int]) -> None:
+    fast, rows = how
     target = build(BY_NAME["llama"])
     model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4, fast=fast)
     added = turns(rows=rows)

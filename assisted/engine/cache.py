@@ -198,6 +198,14 @@ class SlotCache(Cache):
             layer.filled += first
         self.places, self.first = slice(None), 0
 
+    def empty(self) -> SlotCache:
+        """Others of this kind, without contents."""
+        return SlotCache(self.rows, self.limit)
+
+    def states(self) -> list[torch.Tensor]:
+        """The recurrent states of all layers, [B, ...] each, as far as they have any."""
+        return []
+
     def reserve(self, top: int) -> None:
         """Make room for `top` slots in every layer. Capacity at least doubles when it grows, up to `limit`."""
         if top > self.capacity and self._is_short:

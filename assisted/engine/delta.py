@@ -27,7 +27,6 @@ activations, [R, n, any] each."""
 class Read:
     """What a layer has read in the last forward pass, until it is known which columns stay. R running rows, H heads."""
 
-    columns: Columns  # how they follow one another
     inputs: torch.Tensor  # [R, C, K + n], the convolution's, after the K before them
     decay: torch.Tensor  # [R, H, n] float32, log of the decay from the committed state to each column
     # keys, values: [R, H, n, any] float32, what each column writes
@@ -35,19 +34,22 @@ class Read:
     values: torch.Tensor
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(part.nbytes for part in (self.inputs, self.decay, self.keys, self.values))
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [self.inputs, self.decay, self.keys, self.values]
 
-    def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+    def states_after(
+        self, last: torch.Tensor | int, states: list[torch.Tensor], columns: Columns
+    ) -> list[torch.Tensor]:
         """The convolution's state [R, C, K] and the recurrent state [R, H, dk, dv] after one column of each row.
 
-        last: [R] int64. states: the same before the forward pass.
+        last: [R] int64, or a column of every row of a chain. states: the same before the forward pass. columns: how they
+        follow one another.
         """
-        width = self.columns.width
+        width = self.decay.shape[2]
         size = self.inputs.shape[-1] - width
-        if last.is_cpu and self.columns.ancestors is None and len(ends := {*last.tolist()}) == 1:  # slices, not masks
-            kept = ends.pop() + 1
+        if isinstance(last, int):  # slices, not masks
+            kept = last + 1
             inputs, keys, values = (
                 self.inputs[:, :, kept : kept + size],
                 self.keys[:, :, :kept],
@@ -58,12 +60,12 @@ class Read:
                 keys = keys * (end - self.decay[:, :, :kept]).exp_()[..., None]
             return [inputs, torch.addcmul(keys.transpose(-1, -2) @ values, states[1], end.exp()[..., None])]
         rows = torch.arange(len(last), device=last.device)
-        window = self.columns.windows(size).to(last.device).expand(len(last), -1, -1)[rows, last]
+        window = columns.windows(size).to(last.device).expand(len(last), -1, -1)[rows, last]
         inputs = self.inputs.gather(2, window[:, None].expand(-1, self.inputs.shape[1], -1))
-        if self.columns.ancestors is None:
+        if columns.ancestors is None:
             path = torch.arange(width, device=last.device) <= last[:, None]
         else:
-            path = self.columns.ancestors[rows, last]
+            path = columns.ancestors[rows, last]
         end = self.decay[rows, :, last]  # [R, H]
         weights = (end[:, :, None] - self.decay).masked_fill(~path[:, None], float("-inf")).exp()
         written = (self.keys * weights[..., None]).transpose(-1, -2) @ self.values
@@ -143,7 +145,7 @@ class DeltaMixer(nn.Module):
             columns,
         )
         made = self.norm(made.transpose(1, 2).to(gate.dtype), gate.unflatten(2, (-1, own.head_v_dim)))
-        return made.flatten(2), Read(columns, inputs, *noted)
+        return made.flatten(2), Read(inputs, *noted)
 
     def _together(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([module(hidden) for module in self.modules_in], -1)
@@ -244,7 +246,7 @@ def _normed(both: torch.Tensor, size: int) -> torch.Tensor:
     return both / torch.linalg.vector_norm(both, dim=3, keepdim=True).hypot_(least).mul_(scales)
 
 
-@functools.lru_cache(16)
+@functools.cache  # captured passes refer to them by address
 def _constants(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):  # they outlive the mode
         return torch.tensor(1e-3, device=device), torch.tensor([size**0.5, 1.0], device=device).view(2, 1, 1, 1)

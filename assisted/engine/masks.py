@@ -155,6 +155,11 @@ class Columns:
             return cls(width)
         return cls(width, column_ancestors(draft).to(device), draft.parents.to(device) + 1)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of a tree; none of a chain."""
+        return [] if self.ancestors is None or self.parents is None else [self.ancestors, self.parents]
+
     @functools.cached_property
     def descendants(self) -> torch.Tensor:
         """[R, n, n] float32, whether column i is on the path to column j, itself included; of a tree."""
@@ -198,7 +203,7 @@ class Columns:
         return torch.where(wanted >= 0, size + found, size + wanted)
 
 
-@functools.lru_cache(64)
+@functools.cache  # captured passes refer to it by address
 def _beside_chain(width: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):  # it outlives the mode
         return torch.full((1, 1, width, width), float("-inf"), device=device).triu(1)

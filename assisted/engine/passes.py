@@ -61,10 +61,12 @@ class Passes:
         key: Hashable,
         function: Callable[..., list[torch.Tensor]],
         inputs: Sequence[torch.Tensor | None],
+        moves: bool = False,
     ) -> list[torch.Tensor] | None:
         """The results of a captured function of tensors, valid until the next replay; None leaves calling it to the caller.
 
-        key: equal for functions that compute the same. The host reads no value in them.
+        key: equal for functions that compute the same. The host reads no value in them. moves: the function changes tensors
+        at fixed addresses, but none if its inputs are zeros.
         """
         return None
 
@@ -130,11 +132,19 @@ class Runner:
         """
         raise NotImplementedError
 
+    def replayed(self, slots: Any, shape: Any) -> None:
+        """Take over what a replay has left, beside its outputs, in a runner over the static `slots`. shape: of the forward
+        pass."""
+
     def compute(
-        self, key: Hashable, function: Callable[..., list[torch.Tensor]], *inputs: torch.Tensor | None
+        self,
+        key: Hashable,
+        function: Callable[..., list[torch.Tensor]],
+        *inputs: torch.Tensor | None,
+        moves: bool = False,
     ) -> list[torch.Tensor] | None:
         """As `Passes.compute`."""
-        return self.passes.compute(self, key, function, inputs)
+        return self.passes.compute(self, key, function, inputs, moves)
 
     def run_only(self, rows: list[int]) -> None:
         """Run the next forward passes over these rows only, because finished rows would waste time."""

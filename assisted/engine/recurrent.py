@@ -6,6 +6,7 @@ rejected. The next forward pass then reads the accepted tokens again. `delta.py`
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from transformers.cache_utils import Cache
 
 from ..core.drafts import Draft
 from .cache import Paths, SlotCache
-from .masks import Columns, Masks
+from .masks import Columns, Masks, Unread
 from .needs import NOTHING, Needs
 from .parts import with_children
+from .passes import Inputs
 from .prepared import PreparedModule
 from .runner import CachedModel
 from .states import ColumnCache, StateCache
@@ -143,13 +145,32 @@ class ColumnModel(CachedModel):
 
     @property
     def is_capturable(self) -> bool:
-        """Not with states."""
-        return False
+        """Not as compiled code, which keeps no states between forward passes."""
+        return self.settings.mode != "compile" and super().is_capturable
 
     def eager(self, ids: torch.Tensor, draft: Draft | None = None, used: list[int] | None = None) -> torch.Tensor:
         own = draft if draft is None or draft.parents is None else draft.of_rows(self.cache.running)
         self.cache.columns = Columns.of(ids.shape[1], own, self.device)
         return super().eager(ids, draft, used)
+
+    def static_forward(self, inputs: Inputs) -> torch.Tensor:
+        (rows, width), parents = inputs.ids.shape, inputs.parents
+        draft = None if parents is None else Unread(inputs.ids[:, 1:], inputs.known[:, 0], parents=parents)
+        self.cache.columns = Columns.of(width, draft, self.device)
+        logits = super().static_forward(inputs)
+        self.cache.keep((self.prepared.kind, rows, width, parents is not None), rows)
+        return logits
+
+    def replayed(self, slots: ColumnCache, shape: Any) -> None:
+        key = shape.kind, shape.rows, shape.columns, shape.tree
+        self.cache.forget_read()  # of an eager forward pass that was compared
+        self.cache.columns, read = Columns(shape.columns), slots.kept[key]
+        read.compute = functools.partial(self.compute, ("states", *key), moves=True)
+        self.cache.note_together(read)
+
+    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+        self.cache.advance(counts, path)  # before the slots are moved, after which the path is none
+        super().commit(counts, path)
 
 
 def target_runner(

@@ -147,8 +147,10 @@ class CachedModel(Runner):
         draft = None if parents is None else Unread(ids[:, 1:], known[:, 0], parents=parents)
         depths = column_depths(draft, width, self.device)
         positions = (first + depths).clamp(max=self.context - 1)  # unused columns may be after the end
-        masks = self.masks.made(known, depths, draft, visible, top, self.model.dtype)
-        return self._forward(ids, {"position_ids": positions, "attention_mask": masks})
+        kwargs: dict[str, Any] = {"position_ids": positions} if self.traits.takes_positions else {}
+        if not self.cache.layers or self.cache.slot_layers:  # states take a mask with the prompt only
+            kwargs["attention_mask"] = self.masks.made(known, depths, draft, visible, top, self.model.dtype)
+        return self._forward(ids, kwargs)
 
     def part(
         self,
@@ -169,7 +171,7 @@ class CachedModel(Runner):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether forward passes can run through `static_forward`. Not with 2-D masks, recurrent states or an encoder, and not
+        """Whether forward passes can run through `static_forward`. Not with 2-D masks or an encoder, and not
         where unused columns would change the others."""
         alone = not (self.traits.crosses or self.traits.counts_padding)
         return alone and self.masks.trees and not (self.cache.right_aligned or self.in_lockstep)

@@ -7,8 +7,9 @@ pass, from which the state after any of its columns follows (delta.py); `recurre
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ from .libraries import (
 from .masks import Columns
 
 MOST_SAVED, MOST_SAVED_BYTES = 8, 2**28  # states of a text, beside the present ones
+STATES = ("conv_states", "recurrent_states")
 _WHOLE = (DynamicLayer, LinearAttentionAndFullAttentionLayer)  # their keys and values are those of all tokens
 
 
@@ -81,7 +83,6 @@ class StateCache(SlotCache):
         return [layer for layer in self.layers if isinstance(layer, LinearAttentionLayer)]
 
     def states(self) -> list[torch.Tensor]:
-        """The states of all layers, [B, ...] each, as far as they have any."""
         return [states[index] for layer in self.state_layers for states, index in _places(layer)]
 
     @property
@@ -148,14 +149,17 @@ class Read(Protocol):
     """What a layer has read in a forward pass."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
         ...
 
-    def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
+    def states_after(
+        self, last: torch.Tensor | int, states: list[torch.Tensor], columns: Columns
+    ) -> list[torch.Tensor]:
         """The layer's states [R, ...] after one column of each running row.
 
-        last: [R] int64. states: before the forward pass.
+        last: [R] int64, or a column of every row of a chain. states: before the forward pass. columns: how they follow one
+        another.
         """
         ...
 
@@ -178,6 +182,7 @@ class ColumnCache(StateCache):
 
     Attributes:
         columns: how those of the next forward pass follow one another; None while the prompt is read.
+        kept: what captured forward passes have read, if these are the slots that they refer to.
     """
 
     def __init__(self, rows: int, limit: int, config: Any):
@@ -185,6 +190,7 @@ class ColumnCache(StateCache):
         self.columns: Columns | None = None
         self._read: dict[int, Read] = {}
         self._together: list[PassRead] = []
+        self.kept: dict[Hashable, StaticRead] = {}
         self._most = 0, 0  # columns of the widest forward pass, and bytes of what layers have read in it
 
     def states_of(self, layer: int) -> list[torch.Tensor]:
@@ -214,16 +220,43 @@ class ColumnCache(StateCache):
 
     def commit(self, counts: list[int], path: Paths | None = None) -> None:
         """As SlotCache. The states become those after each row's last kept column."""
-        if self._read or self._together:
-            assert self.columns is not None
-            if self.columns.width > self._most[0]:
-                sizes = [read.nbytes for read in self._read.values()] + [read.nbytes for read in self._together]
-                self._most = self.columns.width, sum(sizes)
-            kept = [counts[row] for row in self.running]
-            ends = [max(count, 1) - 1 for count in kept]
-            last = ends if path is None else [path[row][end] for row, end in zip(self.running, ends, strict=True)]
-            self._advance(last, None if all(kept) else [count > 0 for count in kept])
+        self.advance(counts, path)
         super().commit(counts, path)
+
+    def advance(self, counts: list[int], path: Paths | None = None) -> None:
+        """`commit` for the states alone."""
+        if not (self._read or self._together):
+            return
+        assert self.columns is not None
+        if self.columns.width > self._most[0]:
+            held: list[torch.Tensor | PassRead] = [*self._together]
+            held += [tensor for read in self._read.values() for tensor in read.tensors]
+            self._most = self.columns.width, sum(one.nbytes for one in held)
+        kept = [(row, counts[row]) for row in self.running]
+        last = [(count if path is None or not count else path[row][count - 1] + 1) - 1 for row, count in kept]
+        for together in self._together:
+            together.advance(last)
+        self._together.clear()
+        is_same = self.columns.ancestors is None and len({*last}) == 1 and last[0] >= 0
+        if self._read:
+            device = self.states_of(next(iter(self._read)))[0].device
+            self.move_states(self._read, last[0] if is_same else on_device(last, device), self.columns)
+        self._read.clear()
+
+    def move_states(self, read: Mapping[int, Read], last: torch.Tensor | int, columns: Columns) -> None:
+        """Let the states become those after one column of each of the first rows.
+
+        read: by layer. last: [R] int64, -1 for rows whose states stay; or a column of every running row of a chain.
+        """
+        rows = len(self.running) if isinstance(last, int) else len(last)
+        for layer, of_layer in read.items():
+            before = [state[:rows] for state in self.states_of(layer)]
+            kept = last if isinstance(last, int) else last.clamp(min=0)
+            after = of_layer.states_after(kept, before, columns)
+            for state, new in zip(before, after, strict=True):
+                if not isinstance(last, int):
+                    new = new.where((last >= 0).view(-1, *[1] * (new.dim() - 1)), state)
+                state.copy_(new)
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -232,27 +265,97 @@ class ColumnCache(StateCache):
 
     def go_back(self) -> None:
         """As StateCache; what was read since is forgotten."""
-        self._read.clear()
-        self._together.clear()
+        self.forget_read()
         super().go_back()
 
-    def _advance(self, last: list[int], moves: list[bool] | None) -> None:
-        """last: column of each running row whose state is next. moves: the rows that keep any column; None for all."""
-        for together in self._together:
-            together.advance(
-                last if moves is None else [at if moved else -1 for at, moved in zip(last, moves, strict=True)]
-            )
-        self._together.clear()
-        rows = len(last)
-        for layer, read in self._read.items():
-            before = [state[:rows] for state in self.states_of(layer)]
-            device = before[0].device
-            after = read.states_after(on_device(last, device), before)
-            for state, new in zip(before, after, strict=True):
-                if moves is not None:
-                    new = new.where(on_device(moves, device).view(-1, *[1] * (new.dim() - 1)), state)
-                state.copy_(new)
+    def forget_read(self) -> None:
+        """Forget what was read in the last forward pass."""
         self._read.clear()
+        self._together.clear()
+
+    def empty(self) -> ColumnCache:
+        """As SlotCache."""
+        return ColumnCache(self.rows, self.limit, self.config)
+
+    def lend_states(self, cache: ColumnCache) -> None:
+        """Let a call's states be the first rows of those here, which get their values. Made like them if there are none."""
+        for own, layer in zip(self.state_layers, cache.state_layers, strict=True):
+            for name in STATES:
+                held, given = getattr(own, name), getattr(layer, name)
+                for index, state in given.items():
+                    if state is not None and held[index] is None:
+                        with torch.inference_mode(False):
+                            held[index] = state.new_empty(self.rows, *state.shape[1:])
+                    if state is not None:
+                        given[index] = held[index][: cache.rows].copy_(state)
+            _copy_flags(layer, own)
+
+    def own_states(self) -> None:
+        """Replace the states by copies."""
+        for layer in self.state_layers:
+            for states, index in _places(layer):
+                states[index] = states[index].clone()
+
+    def keep(self, key: Hashable, rows: int) -> None:
+        """Copy what was read in a captured forward pass of so many rows to where `kept` has it, by this key."""
+        assert self.columns is not None
+        if key not in self.kept:
+            with torch.inference_mode(False):
+                self.kept[key] = StaticRead(self, rows, self.columns, self._read)
+        else:
+            self.kept[key].fill(self.columns, self._read)
+        self.forget_read()
+
+
+class StaticRead:
+    """What layers have read in a captured forward pass, copied to fixed addresses.
+
+    Args:
+        cache: the slots and states that captured functions refer to.
+        rows: R, of the forward pass.
+        columns, read: of it.
+    """
+
+    def __init__(self, cache: ColumnCache, rows: int, columns: Columns, read: Mapping[int, Read]):
+        self.cache, self.rows, self.width = cache, rows, columns.width
+        self.path = [tensor.clone() for tensor in columns.tensors]
+        self.read = {layer: _copied(of_layer) for layer, of_layer in read.items()}
+        self.compute: Callable[[Any, torch.Tensor], Any] = lambda function, last: None  # as `Runner.compute`
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return sum(tensor.nbytes for tensor in self._tensors(self.path, self.read))
+
+    def fill(self, columns: Columns, read: Mapping[int, Read]) -> None:
+        """Replace the contents by those of another forward pass of this shape."""
+        given = self._tensors(columns.tensors, read)
+        for own, new in zip(self._tensors(self.path, self.read), given, strict=True):
+            own.copy_(new)
+
+    def advance(self, last: list[int]) -> None:
+        """As `PassRead`."""
+        kept = [*(column + 1 for column in last), *[0] * (self.rows - len(last))]
+        given = on_device(kept, self.cache.states()[0].device)
+        if self.compute(self.move, given) is None:
+            self.move(given)
+
+    def move(self, kept: torch.Tensor) -> list[torch.Tensor]:
+        """`advance` as a function of tensors. kept: [R] int64, the column after the last kept one; 0 leaves the states."""
+        self.cache.move_states(self.read, kept - 1, Columns(self.width, *self.path))
+        return []
+
+    @staticmethod
+    def _tensors(path: list[torch.Tensor], read: Mapping[int, Read]) -> list[torch.Tensor]:
+        return [*path, *(tensor for of_layer in read.values() for tensor in of_layer.tensors)]
+
+
+def _copied(read: Any) -> Any:
+    """The same with copies of its tensors."""
+    parts = ((field.name, getattr(read, field.name)) for field in fields(read))
+    return replace(
+        read, **{name: [t.clone() for t in part] if isinstance(part, list) else part.clone() for name, part in parts}
+    )
 
 
 class SavedStates:
@@ -332,10 +435,14 @@ def _places(layer: Any) -> list[tuple[dict[int, torch.Tensor], int]]:
 
 def _copy_states(source: Any, layer: Any, places: list[int] | None = None) -> None:
     """Copy the states of one layer of a cache into another. places: of the rows in the source, by default in order."""
-    for name in ("conv_states", "recurrent_states"):
+    for name in STATES:
         given = getattr(source, name).items()
         copies = {index: None if one is None else one[places] if places else one.clone() for index, one in given}
         setattr(layer, name, copies)
+    _copy_flags(source, layer)
+
+
+def _copy_flags(source: Any, layer: Any) -> None:
     for name in (
         "is_conv_states_initialized",
         "is_recurrent_states_initialized",

@@ -28,12 +28,16 @@ class Steps:
     after: list[torch.Tensor]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the states."""
-        return sum(state.nbytes for state in self.after)
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return self.after
 
-    def states_after(self, last: torch.Tensor, states: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The states [R, ...] after one column of each row. last: [R] int64."""
+    def states_after(
+        self, last: torch.Tensor | int, states: list[torch.Tensor], columns: Columns
+    ) -> list[torch.Tensor]:
+        """The states [R, ...] after one column of each row. last: [R] int64, or a column of every row."""
+        if isinstance(last, int):
+            return [state[last] for state in self.after]
         rows = torch.arange(len(last), device=last.device)
         return [state[last, rows] for state in self.after]
 

@@ -88,7 +88,7 @@ class NativeMixer(DeltaMixer):
         )
         inputs = noted if inputs is None else inputs
         assert inputs is not None
-        return made.to(dtype), Read(columns, inputs, decay, keys, written)
+        return made.to(dtype), Read(inputs, decay, keys, written)
 
     def of_text(
         self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any

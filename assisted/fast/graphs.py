@@ -95,6 +95,7 @@ class Graphs(Passes):
         self._lock = threading.Lock()
         self._settings: CallSettings | None = None  # of the call that replays
         self._name = ""  # of the model, for its report
+        self._device = torch.device("cpu")  # of that call
         self._served: weakref.ref[SlotCache] | None = None  # the slots of that call
         self._confirmed = False  # whether a replay of that call was compared with the eager forward pass
 
@@ -132,6 +133,7 @@ class Graphs(Passes):
             if self._settings is settings or (self._settings is not None and not self._settings.over):
                 return runner
             self._settings, self._served = settings, weakref.ref(runner.cache)
+            self._device = runner.device
         self._name = type(model).__name__
         trusted = settings.trust_in(model)
         self.obstacle = trusted.forward or trusted.between or obstacle(model, runner.device)
@@ -195,7 +197,7 @@ class Graphs(Passes):
                 started = now()
             captures.held.move_to_end(shape)
             if expected is None:
-                return self._counted(_results(captures.replay(shape), runner, buffers, width))
+                return self._counted(_results(captures.replay(shape), runner, buffers, width), runner, shape)
             replayed = now(buffers.device)
             logits = _results(captures.replay(shape), runner, buffers, width)
             done = now(buffers.device)
@@ -212,7 +214,7 @@ class Graphs(Passes):
         if difference <= (0 if prepared.keeps_bits else rounding_of(rounded)):
             captures.trusted.add(captures.sort(shape))
             self._confirmed = self._confirmed or by_eager
-            return self._counted(logits)
+            return self._counted(logits, runner, shape)
         if known:  # the model has changed since the capture
             self._forget()
         else:
@@ -258,22 +260,21 @@ class Graphs(Passes):
         `SlotCache.lender`."""
         cache = layer.slots
         room = slots_for(min(cache.limit, max(top, _AHEAD - WIDTHS[-1])) + WIDTHS[-1])
-        return self._fitting(cache, room, room, key_states.device).lend(layer, key_states, value_states)
+        return self._fitting(cache, room, room).lend(layer, key_states, value_states)
 
     def _hold(self, cache: SlotCache, top: int) -> tuple[StaticBuffers, Captures]:
         """The buffers with the call's slots moved there, and the captured passes that read them."""
         if self.buffers is None or not self.buffers.holds(cache, top):
             room = max(top, slots_for(min(cache.limit + WIDTHS[-1], _AHEAD)))
-            device = next(layer for layer in cache.slot_layers if layer.is_initialized).device
-            self._fitting(cache, top, room, device).take(cache)
+            self._fitting(cache, top, room).take(cache)
         assert self.buffers is not None and self.captures is not None
         return self.buffers, self.captures
 
-    def _fitting(self, cache: SlotCache, top: int, room: int, device: torch.device) -> StaticBuffers:
+    def _fitting(self, cache: SlotCache, top: int, room: int) -> StaticBuffers:
         """Buffers into which a call's slots fit, and at least `top` of a row; new ones have `room` for a row."""
         if self.buffers is None or not self.buffers.fits(cache, top):
             self._forget()
-            self.buffers = StaticBuffers(cache.rows, room, device)
+            self.buffers = StaticBuffers(cache.empty(), room, self._device)
         return self.buffers
 
     def gather(self, runner: Runner, path: Paths) -> bool:
@@ -303,11 +304,18 @@ class Graphs(Passes):
         captures, buffers, cache = self.captures, self.buffers, runner.cache
         if not (self._serves(cache) and self._confirmed and isinstance(captures, CudaGraphs)) or captures.compiled:
             return None
+        if not cache.can_rewind:  # states follow committed columns
+            return None
         whole = buffers is not None and buffers.holds(cache, top) and cache.running == list(range(cache.rows))
         return self._static(runner, False).twin if whole else None
 
     def compute(
-        self, runner: Runner, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor | None]
+        self,
+        runner: Runner,
+        key: Hashable,
+        function: Callable[..., Outputs],
+        inputs: Sequence[torch.Tensor | None],
+        moves: bool = False,
     ) -> Outputs | None:
         captures = self.captures
         if not self._serves(runner.cache) or not isinstance(captures, CudaGraphs):
@@ -319,7 +327,8 @@ class Graphs(Passes):
         if key not in captures.held:
             with torch.inference_mode(False):
                 held = [None if given is None else torch.zeros_like(given) for given in inputs]
-            _fill(held, inputs)
+            if not moves:
+                _fill(held, inputs)
             try:
                 with _same_draws(runner.device):
                     run = captures.record(lambda: function(*held), runner.device, False)
@@ -343,7 +352,7 @@ class Graphs(Passes):
         # a forward pass of this call has been compared: a chain consists of such passes
         if not (self._serves(cache) and self._confirmed and isinstance(captures, CudaGraphs)) or captures.compiled:
             return None
-        if columns is None or buffers is None or cache.running != list(range(rows)):
+        if columns is None or buffers is None or cache.running != list(range(rows)) or not cache.can_rewind:
             return None
         last = self._last(cache, rows) + columns + steps
         shape = Shape(runner.prepared.kind, rows, columns, slots_for(last), False)
@@ -384,8 +393,9 @@ class Graphs(Passes):
         """The most valid slots in any of the first rows, in storage order."""
         return max(cache.lengths[row] for row in cache.order[:rows])
 
-    def _counted(self, logits: torch.Tensor) -> torch.Tensor:
-        assert self.captures is not None
+    def _counted(self, logits: torch.Tensor, runner: Runner, shape: Shape) -> torch.Tensor:
+        assert self.captures is not None and self.buffers is not None
+        runner.replayed(self.buffers.slots, shape)
         self.replays += 1
         self.captures.replays += 1
         return logits

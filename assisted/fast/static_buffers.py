@@ -5,9 +5,11 @@ Deals with slots and drafts, not with models or with how a function is captured.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from ..core.drafts import Draft
 from ..core.host import pinned
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.passes import WIDTHS
+from ..engine.states import STATES, ColumnCache
 
 
 class StaticBuffers:
@@ -22,14 +25,14 @@ class StaticBuffers:
     inputs are added as calls bring them.
 
     Args:
-        rows: maximum number of rows.
+        slots: empty ones, for the maximum number of rows; recurrent states are kept in them, too.
         capacity: slots of a row.
         device: of all layers.
     """
 
-    def __init__(self, rows: int, capacity: int, device: torch.device):
-        self.rows, self.capacity, self.device = rows, capacity, device
-        self.slots = SlotCache(rows, capacity)
+    def __init__(self, slots: SlotCache, capacity: int, device: torch.device):
+        self.rows, self.capacity, self.device = slots.rows, capacity, device
+        rows, self.slots = slots.rows, slots
         self.slots.capacity = capacity
         self.slots.lengths = [1] * rows  # arbitrary: a captured pass that reads them fails the comparison
         with torch.inference_mode(False):
@@ -38,25 +41,33 @@ class StaticBuffers:
             self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self._inputs: dict[Hashable, torch.Tensor] = {}  # [rows, columns, ...]
         self._lent: dict[int, torch.Tensor] = {}  # by layer: the keys of the call that uses the slots
+        self._states: list[torch.Tensor] = []  # the same of its states
         self._lent_to: weakref.ref[SlotCache] | None = None
         self._shown: tuple[torch.Tensor | None, list[int]] | None = (
             None  # what `visible` is filled with, in which order
         )
 
     def fits(self, cache: SlotCache, top: int) -> bool:
-        """Whether a call's slots fit here."""
+        """Whether a call's slots and states fit here."""
         both = zip(cache.layers, self.slots.layers, strict=False)
-        same = all(isinstance(layer, SlotLayer) for layer in cache.layers) and all(
-            not layer.is_initialized or not own.is_initialized or _kinds(layer) == _kinds(own) for layer, own in both
-        )
-        return same and cache.rows <= self.rows and top <= self.capacity
+        pairs = ((_kinds(layer), _kinds(own)) for layer, own in both)
+        same = all(given[name] == kind for given, own in pairs for name, kind in own.items() if name in given)
+        return same and type(cache) is type(self.slots) and cache.rows <= self.rows and top <= self.capacity
 
     def holds(self, cache: SlotCache, top: int) -> bool:
-        """Whether a call's slots are already these."""
-        return top <= self.capacity and all(
+        """Whether a call's slots and states are already these."""
+        return top <= self.capacity and self._has_slots(cache) and self._has_states(cache)
+
+    def _has_slots(self, cache: SlotCache) -> bool:
+        return all(
             self._lent.get(place) is (layer.keys if layer.is_initialized else None)
             for place, layer in enumerate(cache.layers)
+            if isinstance(layer, SlotLayer)
         )
+
+    def _has_states(self, cache: SlotCache) -> bool:
+        states = cache.states()
+        return len(states) == len(self._states) and all(map(operator.is_, states, self._states))
 
     def lend(self, layer: SlotLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Give those here to a layer that has no slots yet. key_states, value_states: [any, H, any, D], of the right dtype.
@@ -64,9 +75,9 @@ class StaticBuffers:
         cache = layer.slots
         place = next(place for place, one in enumerate(cache.layers) if one is layer)
         own = self._layer(place, key_states, value_states)
-        if tuple(map(_kind, (key_states, value_states))) != _kinds(own):
+        if {"keys": _kind(key_states), "values": _kind(value_states)}.items() - _kinds(own).items():
             return False
-        if self._lent_to is None or self._lent_to() is not cache:
+        if not self._is_lent_to(cache):
             self._begin(cache)
         layer.dtype, layer.device, layer.is_initialized = own.dtype, own.device, True
         layer.keys, layer.values = (store[: cache.rows].zero_() for store in (own.keys, own.values))
@@ -74,13 +85,18 @@ class StaticBuffers:
         return True
 
     def take(self, cache: SlotCache) -> None:
-        """Move a call's slots here. Values of earlier calls are set to zero, because they may be NaN."""
-        self._begin(cache)
+        """Move a call's slots and states here. Values of earlier calls are set to zero, because they may be NaN."""
+        if not (self._is_lent_to(cache) and self._has_slots(cache)):
+            self._begin(cache)
+            self._take_slots(cache)
+        if isinstance(cache, ColumnCache) and isinstance(self.slots, ColumnCache):
+            self.slots.lend_states(cache)
+            self._states = cache.states()
+
+    def _take_slots(self, cache: SlotCache) -> None:
         held = max(cache.lengths)
         for place, layer in enumerate(cache.layers):
-            if not isinstance(layer, SlotLayer):
-                raise TypeError(f"a {type(layer).__name__} keeps more than keys and values")
-            if not layer.is_initialized:
+            if not isinstance(layer, SlotLayer) or not layer.is_initialized:
                 continue
             own = self._layer(place, layer.keys, layer.values)
             for name in ("keys", "values"):
@@ -90,17 +106,22 @@ class StaticBuffers:
                 setattr(layer, name, store)
             self._lent[place] = layer.keys
 
+    def _is_lent_to(self, cache: SlotCache) -> bool:
+        return self._lent_to is not None and self._lent_to() is cache
+
     def _begin(self, cache: SlotCache) -> None:
         """Use the slots for a call."""
         self._leave()
-        self._lent_to, self._lent, self._shown = weakref.ref(cache), {}, None
+        self._lent_to, self._lent, self._states, self._shown = weakref.ref(cache), {}, [], None
         cache.capacity = self.capacity
 
     def _leave(self) -> None:
-        """Give a copy to slots of an earlier call that are still needed: another call is going to overwrite these."""
+        """Give copies to an earlier call whose slots and states are still needed: another one is going to overwrite these."""
         cache = None if self._lent_to is None else self._lent_to()
         if cache is None or not cache.outlives:
             return
+        if isinstance(cache, ColumnCache) and self._has_states(cache):
+            cache.own_states()
         for place, lent in self._lent.items():
             layer = cache.layers[place]
             if layer.keys is lent:
@@ -198,9 +219,16 @@ class StaticBuffers:
         return own
 
 
-def _kind(store: torch.Tensor) -> tuple[torch.dtype, torch.device, int, int]:
+def _kind(store: torch.Tensor) -> tuple[Any, ...]:
     return store.dtype, store.device, store.shape[1], store.shape[3]
 
 
-def _kinds(layer: SlotLayer) -> tuple[tuple[torch.dtype, torch.device, int, int], ...]:
-    return _kind(layer.keys), _kind(layer.values)
+def _kinds(layer: Any) -> dict[Any, tuple[Any, ...]]:
+    """Of what a layer keeps so far: what it has to have in common with what is here."""
+    found: dict[Any, tuple[Any, ...]] = {}
+    if isinstance(layer, SlotLayer) and layer.is_initialized:
+        found = {"keys": _kind(layer.keys), "values": _kind(layer.values)}
+    for name in STATES:
+        kept = getattr(layer, name, {}).items()
+        found |= {(name, index): (state.dtype, state.shape[1:]) for index, state in kept if state is not None}
+    return found

@@ -211,8 +211,7 @@ class Generation:
         seconds = now(call.target.device) - started - (self.settings.spent_once - spent)
         self.recorder.read_prompt(seconds)
         room = call.text.room - 1
-        # a draft reads a prompt that is no longer than the answer may be without being asked what that costs
-        call.length.prompt_read(room, seconds if longest > room else 0.0, call.target.passes.rounding(call.text.rows))
+        call.length.prompt_read(room, seconds, call.target.passes.rounding(call.text.rows), is_short=longest <= room)
         drafting = call.drafting() if self.asks.drafts else call.guarded(None)
         with call.distribution.matching(call.text):
             decode(call.target, drafting, call.text, call.distribution, call.length, logits, self.recorder)

@@ -178,6 +178,11 @@ def cards(ahead: int = 16) -> dict[str, Scenario]:
                 head = Pair(0.15, 0.03, first_column=0.1, prompt=prompt)
                 title = f"head that reads the prompt for {prompt:g} passes, {name}, 16 calls of {tokens}"
                 found[title] = short(head, source, True, tokens, 16)
+    for name, source in written.items():  # a prompt of 64 tokens
+        head = Pair(0.15, 0.03, first_column=0.1, prompt=6.0)
+        found[f"head that reads a short prompt, {name}, 16 calls of 64"] = short(
+            head, source, True, 64, 16, is_short=True
+        )
     return found
 
 

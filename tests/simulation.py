@@ -138,6 +138,7 @@ def simulate(
     found: float = 1.0,
     context: int = 0,
     captures: CudaGraphs | None = None,
+    is_short: bool = False,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
@@ -146,6 +147,7 @@ def simulate(
     found: how likely a drafter that does not ask is to find anything for a row.
     context: tokens of the prompt.
     captures: of earlier calls; those of this call are added.
+    is_short: the prompt is no longer than the answer.
     """
     rng, finds = random.Random(f"noise {seed}"), random.Random(f"finds {seed}")
 
@@ -158,7 +160,7 @@ def simulate(
     if pair.prompt:
         length.drafter_reads_prompt()
     rounding = functools.partial(columns_among, len(texts)) if pair.capture else None
-    length.prompt_read(tokens, pair.prompt / pair.draft if asks else 0.0, rounding)
+    length.prompt_read(tokens, pair.prompt / pair.draft if asks else 0.0, rounding, is_short)
     at, read = [0] * len(texts), -1
     run = Run(0, 0.0, length, 0.0, captures or CudaGraphs())
 

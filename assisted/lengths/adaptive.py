@@ -39,6 +39,9 @@ PAUSE = 4.0
 """Length of the first pause in tokens, times the root of the rows; it doubles with every probe that fails."""
 ACCEPTANCE = 0.7
 """Guess of the acceptance rate, for whether a draft is worth the reading of the prompt."""
+HOPELESS = 0.3
+"""Accepted tokens of a draft below which it has to be worth the reading of a short prompt, too. A count, because times of short
+calls vary."""
 READ_SHARE = 0.01
 """Share of the time in which a draft may read prompts though that is not expected to be worthwhile."""
 STALE = 256
@@ -67,6 +70,7 @@ class Known:
         asks: whether the drafter asks before every token; None before its first draft.
         nodes: drafted nodes, to the tokens that a block was asked for: 1 for chains.
         pace: recent seconds per committed token of a row, by the costs.
+        accepted: tokens of a row's draft that were accepted, to drafts.
         reading: seconds in which the draft reads a prompt, to those of the target.
         answers: tokens of the answers, to those that ended before they had to.
         saved: share of the baseline's time that is saved once the draft has read the prompt.
@@ -85,6 +89,7 @@ class Known:
     asks: bool | None = None
     nodes: DecayedMean = field(default_factory=DecayedMean)
     pace: DecayedMean = field(default_factory=DecayedMean)
+    accepted: DecayedMean = field(default_factory=DecayedMean)
     reading: DecayedMean = field(default_factory=DecayedMean)
     answers: DecayedMean = field(default_factory=DecayedMean)
     saved: DecayedMean = field(default_factory=DecayedMean)
@@ -162,7 +167,7 @@ class _Adaptive(Length):
         self.columns: Columns | None = None
         self.unfinished: Sequence[int] = ()  # rows of the current round
         self.drawn = False  # whether drafted tokens are sampled: the last argument of `go_on`
-        self.sized_by_drafter = self.reads_prompt = False
+        self.sized_by_drafter = self.reads_prompt = self.is_short = False
         self.missed = float("inf")  # tokens committed since the draft's last round; at first the prompt
         self.proposing = torch.tensor(())  # [B] bool, the last result of `go_on`
         self._begin()
@@ -207,8 +212,10 @@ class _Adaptive(Length):
     def renew(self, row: int) -> None:
         self.slowest = 0.0
 
-    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
-        self.room, self.prompt_seconds, self.columns = room, prompt_seconds, columns
+    def prompt_read(
+        self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None, is_short: bool = False
+    ) -> None:
+        self.room, self.prompt_seconds, self.columns, self.is_short = room, prompt_seconds, columns, is_short
 
     def end(self) -> None:
         tokens = max(self.reached.values(), default=0)
@@ -365,6 +372,8 @@ class _Adaptive(Length):
         reading = known.reading.mean(known.draft_cost, self.prompt_seconds) * self.prompt_seconds
         if not self.reads_prompt or not reading or self.room is None:
             return True
+        if self.is_short and known.accepted.mean(1.0, PRIOR) > HOPELESS:
+            return True
         if not known.verify.knots:  # a round without a draft tells what there is to save
             return False
         plain, guess = self._verify(1), 1 - 1 / best_speedup(ACCEPTANCE, known.draft_cost)
@@ -401,6 +410,7 @@ class _Adaptive(Length):
             known.draft.add(self._draft_count(), round.draft_seconds)
         if drafted > self.asked_for:
             known.nodes.add(drafted / self.asked_for, keep=KEEP_LOCAL)
+        known.accepted.add(round.mean(round.accepted), keep=KEEP)
         outcomes, found = [], []
         deepest = max(round.depths[row] for row in round.unfinished)
         for row in round.unfinished:

@@ -45,13 +45,17 @@ class Length:
     def drafter_reads_prompt(self) -> None:
         """Tell the policy that the drafter reads the prompt before its first draft. Called before the first round."""
 
-    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
+    def prompt_read(
+        self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None, is_short: bool = False
+    ) -> None:
         """The target has read the prompt. Called once, before the first round; not where rows get other texts.
 
         Args:
             room: the most tokens that the answer may have after its first.
             prompt_seconds: that the target took.
             columns: how the target's forward passes are rounded up, if each shape of them is captured.
+            is_short: the prompt is no longer than the answer may be. Until a draft is known to be hopeless, it reads such a
+                prompt without being asked what that costs.
         """
 
     def budget(self, unfinished: Sequence[int]) -> int:

@@ -193,9 +193,11 @@ class CombinedLength(Length):
     def is_limit(self) -> bool:  # type: ignore[override]
         return any(member.length.is_limit for member in self.members)
 
-    def prompt_read(self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None) -> None:
+    def prompt_read(
+        self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None, is_short: bool = False
+    ) -> None:
         for member in self.members:
-            member.length.prompt_read(room, prompt_seconds, columns)
+            member.length.prompt_read(room, prompt_seconds, columns, is_short)
 
     def budget(self, unfinished: Sequence[int]) -> int:
         for member in self.members:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.random import fork_rng
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -42,7 +43,7 @@ from .core.host import now
 from .core.lossy import LossyTypical
 from .core.report import Recorder, Report
 from .engine.libraries import CACHE, with_cache_renamed
-from .engine.parts import uncompiled, unwrapped
+from .engine.parts import few_ids, uncompiled, unwrapped
 from .engine.pool import SessionPool, require_pool
 from .engine.prepared import CallSettings
 from .engine.ranks import ranks_of
@@ -63,6 +64,7 @@ from .pairing import draft_for, load, other_pair, padding_side, save
 __all__ = ["AssistedModelForCausalLM"]
 
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
+_WARM_UP = 16, 64  # tokens of the prompt of `warm_up`, and with its answer
 _CONTINUOUS = "continuous batching runs the target's own loop over all requests"
 
 
@@ -362,6 +364,31 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         lengths_of_call.remember()
         return output
 
+    def warm_up(self, max_length: int = 2048, rows: int = 1, **kwargs: Any) -> int:
+        """Capture the forward passes that later calls replay on a GPU, so that these calls do not wait for it. On a CPU, only
+        `fast="compile"` has something to prepare.
+
+        A call writes some tokens after an arbitrary prompt, which count nowhere; then forward passes are captured for texts of
+        up to `max_length` tokens: over one token, over 8 and over 16. Token trees are captured when they occur.
+
+        Args:
+            max_length: of later calls, prompt included. What more than 4096 tokens need is captured when it occurs.
+            rows: of later calls.
+            **kwargs: of `generate`, as later calls have them: `do_sample` and its settings.
+
+        Returns how many functions of the target are captured.
+        """
+        device = self.target.device
+        if Graphs.may_capture(self.fast, device):
+            other, ids = copy.copy(self), few_ids(unwrapped(self.target), _WARM_UP[0]).repeat(rows, 1)
+            other._recorded = Recorder()
+            call = {"max_length": max_length, "max_new_tokens": None, "eos_token_id": None, **kwargs}
+            with fork_rng([device] if device.type == "cuda" else []):
+                other.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=[_ends_early], **call)
+            self.graphs.ahead(rows, max_length)
+            self.drafter.capture_ahead(rows, max_length)
+        return self.graphs.captured
+
     def _count(self, recorder: Recorder, of_call: CallLengths | None = None) -> None:
         """Count a call that has ended, and keep what it has measured."""
         recorder.stop()
@@ -538,6 +565,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"model drafts with {type(self.spec).__name__}. Instead: {OTHER_MODES[name]}, or set it to None.",
                 stacklevel=7,  # the caller's line, above transformers' generate
             )
+
+
+def _ends_early(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    """The stopping criterion of `warm_up`."""
+    return torch.full((len(ids),), ids.shape[1] >= _WARM_UP[1], device=ids.device)
 
 
 # assisted/__init__.py may have added the names to transformers' tables already

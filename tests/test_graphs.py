@@ -304,6 +304,42 @@ def test_a_model_is_captured_at_its_second_pass_and_then_every_shape_at_once():
     assert (holder.captured, holder.replays) == (2, 6)
 
 
+@pytest.mark.parametrize("rows,do_sample", [(1, False), (2, True)])
+def test_a_call_after_warm_up_captures_nothing(rows, do_sample):
+    target = build(BY_NAME["llama"], max_position_embeddings=1024)
+    model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), fast="auto")
+    state = torch.get_rng_state()
+    assert model.warm_up(1000, rows, do_sample=do_sample) > 6
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.report is None
+    assert model.totals.new_tokens == 0
+    assert not model.measured.lengths
+    holders = model.graphs, model.drafter.graphs
+    captured = [passes_of(holder) for holder in holders]
+    for length in (10, 300, 600, 10):
+        ids = random_ids(target, rows, length, seed=length)
+        kwargs = CALL | {"max_new_tokens": 24, "do_sample": do_sample}
+        made = model.generate(ids, **kwargs)
+        assert do_sample or made.tolist() == said_by(target, ids, **kwargs).tolist()
+    assert [passes_of(holder) for holder in holders] == captured
+    assert [holder.reason for holder in holders] == [None, None]
+    assert model.graphs.replays > 20
+
+
+def passes_of(holder):
+    """The shapes of captured forward passes."""
+    return {shape for shape in holder.captures.held if isinstance(shape, capture.Shape)}
+
+
+def test_what_differs_when_it_is_captured_ahead_runs_eagerly(monkeypatch):
+    target, model = pair()
+    model.generate(random_ids(target, 1, 12), **CALL)
+    replay = CudaGraphs.replay
+    monkeypatch.setattr(CudaGraphs, "replay", lambda self, shape: [part + 1 for part in replay(self, shape)])
+    model.graphs.ahead(1, 200)
+    assert "captured ahead" in model.graphs.reason
+
+
 @torch.inference_mode()
 def test_slots_that_grow_are_captured_anew(monkeypatch):
     monkeypatch.setattr(graphs, "_AHEAD", 64)

@@ -35,6 +35,7 @@ from .sources import Modules, Source, Weights
 from .static_buffers import StaticBuffers
 
 MODES = ("auto", "eager", "compile")
+_CHAINS = (1, 2, 16)  # columns of the chains that are captured ahead, before they are rounded up
 _AHEAD = 4096  # slots reserved at once, if a call may need as many; further ones are reserved on demand
 
 _Runner = TypeVar("_Runner", bound=Runner)
@@ -88,7 +89,7 @@ class Graphs(Passes):
         self.replays = 0
         self.captures: Captures | None = None
         self.buffers: StaticBuffers | None = None
-        self._functions: dict[Hashable, _Static] = {}  # by kind of runner, with chains or trees
+        self._functions: dict[tuple[Hashable, bool], _Static] = {}  # by kind of runner, with chains or trees
         self._frozen: dict[Hashable, bool] = {}  # whether weights are constants of code, by kind of runner
         self._uncapturable: set[Hashable] = set()  # functions of `compute`
         self._made_from: tuple[Any, Source] | None = None
@@ -276,6 +277,40 @@ class Graphs(Passes):
             self._forget()
             self.buffers = StaticBuffers(cache.empty(), room, self._device)
         return self.buffers
+
+    @staticmethod
+    def may_capture(mode: str, device: torch.device) -> bool:
+        """Whether forward passes are captured on this device; see `captures_for`."""
+        return captures_for(mode, device) is not None
+
+    @torch.no_grad()
+    def ahead(self, rows: int, longest: int) -> None:
+        """Capture the chains that calls with so many rows replay, for texts of up to `longest` tokens: one column, those of a
+        short draft, and those of a long one. Only of what an earlier call has captured and verified."""
+        captures, buffers = self.captures, self.buffers
+        if not isinstance(captures, CudaGraphs) or buffers is None or rows > buffers.rows:
+            return
+        rows = captures.rows(rows, buffers.rows)
+        tops = [slots_for(1)]
+        while tops[-1] < min(longest, buffers.capacity):
+            tops.append(slots_for(tops[-1] + 1))
+        columns = sorted({columns_for(width, rows) or 1 for width in _CHAINS})
+        kinds = [kind for kind, tree in self._functions if not tree]
+        for shape in itertools.starmap(Shape, itertools.product(kinds, [rows], columns, tops, [False])):
+            known = shape in captures.held or len(captures.held) >= captures.most
+            if known or shape.top > buffers.capacity or captures.sort(shape) not in captures.trusted:
+                continue
+            static, chain = self._functions[shape.kind, False], torch.tensor([[1, 1, row, 1] for row in range(rows)])
+            buffers.numbers[:rows] = chain.to(buffers.device)
+            try:
+                inputs = self._inputs(static.twin, shape)
+                first = captures.capture(shape, static.run, inputs, static.frozen, buffers.other_ids)
+                found = captures.replay(shape)
+            except Exception as error:
+                return self._give_up(f"{type(error).__name__}: {error}")
+            assert first is not None  # sorts that are trusted run before they are captured
+            if apart(found[0], first[0]) > (0 if static.twin.prepared.keeps_bits else rounding_of(found[0].dtype)):
+                return self._give_up("the replay of a pass that was captured ahead differs from it")
 
     def gather(self, runner: Runner, path: Paths) -> bool:
         if not self._serves(runner.cache) or not isinstance(self.captures, CudaGraphs) or self.buffers is None:

@@ -113,6 +113,10 @@ class CombinedDrafter(Drafter):
     def modules(self) -> list[nn.Module]:
         return [module for member in self.members for module in member.modules]
 
+    def capture_ahead(self, rows: int, longest: int) -> None:
+        for member in self.members:
+            member.capture_ahead(rows, longest)
+
     def start_length(self, policy: DraftLength, earlier: Length | None = None) -> Length:
         """One draft length per drafter, because their costs and acceptance rates differ."""
         before = earlier.members if isinstance(earlier, CombinedLength) else [None] * len(self.members)

@@ -167,6 +167,9 @@ class EagleDrafter(Drafter):
         """Without the cached fused head: a copy creates its own."""
         return {**self.__dict__, "_fused": None}
 
+    def capture_ahead(self, rows: int, longest: int) -> None:
+        self.graphs.ahead(rows, longest)
+
     @property
     def top_k(self) -> int:
         """Nodes of each level that the head reads."""

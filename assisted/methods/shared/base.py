@@ -151,6 +151,9 @@ class Drafter:
         """Create the state of one `generate`. Must be cheap: do the work in `propose`, where a failure only costs speed."""
         raise NotImplementedError
 
+    def capture_ahead(self, rows: int, longest: int) -> None:
+        """Capture its forward passes before calls need them, for so many rows and texts of up to `longest` tokens."""
+
     @property
     def sizes_trees(self) -> bool:
         """Whether it drafts trees, and chooses their size by the measured costs."""

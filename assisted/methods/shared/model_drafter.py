@@ -57,6 +57,9 @@ class ModelDrafter(Drafter):
         prepared = read_by(prepare(model, settings, self.fused), encoded)
         return self.graphs.serve(CachedModel(prepared, cache, self.masks), model, settings)
 
+    def capture_ahead(self, rows: int, longest: int) -> None:
+        self.graphs.ahead(rows, longest)
+
     def fused(self, model: PreTrainedModel, trusted: Trust) -> PreparedModule:
         """The draft in fewer operations; the outer forward is skipped if it does nothing but call the submodules."""
         prepared = fused(model, trusted)

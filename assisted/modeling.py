@@ -380,6 +380,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         device = self.target.device
         if Graphs.may_capture(self.fast, device):
+            max_length = min(max_length, Traits.of(self.target).context)
             other, ids = copy.copy(self), few_ids(unwrapped(self.target), _WARM_UP[0]).repeat(rows, 1)
             other._recorded = Recorder()
             call = {"max_length": max_length, "max_new_tokens": None, "eos_token_id": None, **kwargs}

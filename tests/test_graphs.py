@@ -309,7 +309,7 @@ def test_a_call_after_warm_up_captures_nothing(rows, do_sample):
     target = build(BY_NAME["llama"], max_position_embeddings=1024)
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), fast="auto")
     state = torch.get_rng_state()
-    assert model.warm_up(1000, rows, do_sample=do_sample) > 6
+    assert model.warm_up(rows=rows, do_sample=do_sample) > 6
     assert torch.equal(torch.get_rng_state(), state)
     assert model.report is None
     assert model.totals.new_tokens == 0

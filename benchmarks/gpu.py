@@ -1,9 +1,9 @@
 """Everything that only a GPU shows, in one command: identity, speed, batches, contexts, memory, offloading.
 
-    python benchmarks/gpu.py --all --out benchmarks/                    all sections, about 25 minutes
-    python benchmarks/gpu.py --only speed memory --out benchmarks/      some of them
-    python benchmarks/gpu.py --all --short --out benchmarks/            less of each, about 10 minutes
-    python benchmarks/gpu.py --read benchmarks/gpu.json                 the tables of a finished run
+    python benchmarks/gpu.py --all --out FOLDER                   all sections but `train`, as many as 12 minutes allow
+    python benchmarks/gpu.py --only speed train --out FOLDER      some of them
+    python benchmarks/gpu.py --all --quick --device cpu           tiny targets, to try the script
+    python benchmarks/gpu.py --read benchmarks/gpu.json           the tables of a finished run
 
 The most valuable sections come first. Results are written after every item to OUT/gpu.json. A second call with the same file
 continues after the last item; an item that failed or took too long is noted with its error and not tried again, unless with
@@ -24,20 +24,25 @@ from typing import Any
 from shared import Worker, page, publish, shown
 
 SECTIONS = {
-    "identity": "Texts against plain `generate`",
+    "rounds": "A round, and what it does outside of the target's forward pass",
     "speed": "Speed",
+    "copies": "4-bit copies of the target as drafts",
     "batches": "Batches",
-    "memory": "Memory against `assisted plan`",
-    "offload": "A target larger than a card of 12 GB",
     "contexts": "Contexts",
+    "passes": "Forward passes, kernel by kernel",
     "quantized": "Quantized targets",
+    "offload": "A target larger than a card of 12 GB",
+    "identity": "Texts against plain `generate`",
     "sampled": "Sampled tokens against their distribution",
     "bits": 'To the bit: `exact="bits"`',
+    "memory": "Memory against `assisted plan`",
+    "train": "A head trained on text that its target writes",
 }
-"""In the order of their value, with their titles."""
-ALONE = ("memory", "offload")
+"""In the order of their value, with their titles. The last one runs only if it is named."""
+ALONE = ("memory", "offload", "train")
 """Sections that need a process for every item: what an item before left on the device would be counted."""
-ITEM_SECONDS = 300  # an item that takes longer hangs
+ITEM_SECONDS = 300  # an item that takes longer hangs,
+LONGER = {"train": 590}  # but for these
 ATTEMPTS = 2  # how often an item may be started: once more after this process was killed
 NAME = "gpu.json"
 MODULE = "gpu_sections"
@@ -65,7 +70,7 @@ def run(args: argparse.Namespace) -> Found:
         items = found["sections"].setdefault(section, {})
         if args.again:
             items = found["sections"][section] = {name: one for name, one in items.items() if "error" not in one}
-        worker = worker or Worker(MODULE, "serve", args.device, args.size)
+        worker = worker or started(args)
         found["about"] = found["about"] or worker.ask()
         for item in worker.ask(section):
             known = items.get(item, {})
@@ -79,13 +84,13 @@ def run(args: argparse.Namespace) -> Found:
                 break
             put(items, item, {"started": known.get("started", 0) + 1})
             print(f"{section}: {item}", file=sys.stderr, flush=True)
-            worker = worker or Worker(MODULE, "serve", args.device, args.size)
+            worker, most = worker or started(args), LONGER.get(section, ITEM_SECONDS)
             try:
-                result = worker.ask(section, item, seconds=min(left, ITEM_SECONDS))
+                result = worker.ask(section, item, seconds=min(left, most))
             except TimeoutError:
-                if left < ITEM_SECONDS:
+                if left < most:
                     break
-                result = {"error": f"took more than {ITEM_SECONDS} seconds", "lost": True}
+                result = {"error": f"took more than {most} seconds", "lost": True}
             except RuntimeError as error:
                 result = {"error": str(error), "lost": True}
             if result.pop("lost", False) or section in ALONE:
@@ -100,11 +105,16 @@ def run(args: argparse.Namespace) -> Found:
     return found
 
 
+def started(args: argparse.Namespace) -> Worker:
+    """A process for items."""
+    return Worker(MODULE, "serve", args.device, args.size, OUT=str(args.out))
+
+
 def markdown(found: Found) -> str:
     """All sections as Markdown."""
     about = found["about"]
     named = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers") if name in about)
-    head = f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}, greedy."
+    head = f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}."
     parts: list[Any] = [f"{head} {about['note']}" if "note" in about else head]
     for section, title in SECTIONS.items():
         items = found["sections"].get(section, {})
@@ -140,7 +150,8 @@ RACED: dict[str, Any] = {
     "tokens/s": lambda row: "failed" if row["error"] else f"{1e3 / row['milliseconds_per_token']:.0f}",
     "times the fastest plain mode": "{speedup[ratio]:.2f} [{speedup[low]:.2f}, {speedup[high]:.2f}]",
     "tokens per forward pass": lambda row: "" if row["error"] else f"{row['tokens_per_pass'] or 0:.2f}",
-    "same texts": lambda row: "" if row["error"] else f"{row['same']} of {row['rows']}",
+    "same texts": lambda row: "" if row["error"] or row["same"] is None else f"{row['same']} of {row['rows']}",
+    "repeated 4-grams": lambda row: "" if row.get("repeated_4grams") is None else f"{row['repeated_4grams']:.0%}",
 }
 
 
@@ -152,11 +163,11 @@ def race_table(items: Found) -> Parts:
 
 
 def speed_table(items: Found) -> Parts:
-    """Milliseconds of forward passes, then the races."""
+    """Milliseconds of forward passes, which earlier runs measured here, then the races."""
     rows = [
         {"target": item, "forward passes": mode, **times}
         for item, one in items.items()
-        for mode, times in one["passes"].items()
+        for mode, times in one.get("passes", {}).items()
     ]
     if rows:
         yield shown({title: lambda row, title=title: row[title] for title in rows[0]}, rows)
@@ -213,19 +224,19 @@ def summed(counts: Any) -> str:
 
 
 TABLES = {"identity": identity_table, "speed": speed_table, "memory": memory_table, "bits": bits_table}
-TABLES |= dict.fromkeys(("batches", "quantized"), race_table)
+TABLES |= dict.fromkeys(("copies", "batches", "quantized"), race_table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every section")
+    parser.add_argument("--all", action="store_true", help="every section but the last")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
     parser.add_argument("--out", type=Path, default=Path("benchmarks"), help=f"folder of {NAME} (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=25, help="stop after these (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=12, help="stop after these (default: %(default)s)")
     parser.add_argument("--again", action="store_true", help="try again what failed")
     parser.add_argument("--item", metavar="TEXT", default="", help="only the items with this in their name")
-    for size, text in (("short", "less of everything"), ("quick", "tiny targets, to try the script")):
-        parser.add_argument(f"--{size}", dest="size", action="store_const", const=size, default="full", help=text)
+    text = "tiny targets, to try the script"
+    parser.add_argument("--quick", dest="size", action="store_const", const="quick", default="full", help=text)
     parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
     parser.add_argument("--read", type=Path, help="measure nothing, print the tables of this file")
     parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose `gpu` section is rewritten")
@@ -233,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.all or args.only or args.read):
         parser.error("give --all, --only SECTION or --read FILE")
-    args.only = list(args.only or SECTIONS)
+    args.only = list(args.only or [*SECTIONS][:-1])
     found = json.loads(args.read.read_text()) if args.read else run(args)
     if args.json:
         print(json.dumps(found, indent=1))

@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,13 +35,15 @@ from assisted import MTP, AssistedModelForCausalLM, DraftModel, DraftTree, Eagle
 from assisted.engine.cache import SlotCache
 from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
-from assisted.fast.fused import prepare, with_same_bits
+from assisted.fast.fused import prepare
 from assisted.fast.graphs import Graphs
 from assisted.lab.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
 from assisted.lab.bench.clock import now
 from assisted.lab.bench.results import largest_gap, machine
 from assisted.lab.doctor.passes import bandwidth, memory
 from assisted.lengths import Adaptive, Fixed
+from assisted.lengths.policies import Never
+from assisted.loading.packed import PackedConfig
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.methods.shared.model_drafter import ModelDrafter
 from tools.grown import load_target, save
@@ -46,9 +52,14 @@ from tools.grown_head import shipped_head
 Measure = Callable[[], dict[str, Any]]
 GB = 10**9
 PROMPT = 160  # tokens
+TRAINING_SECONDS = 480
+PROFILED, MOST_KERNELS = 10, 16  # forward passes, and rows of the table
 TEMPERATURE = 0.8  # where tokens are sampled
+WAYS = {"sampled": {"temperature": TEMPERATURE, "top_p": 0.95}, "greedy": {}}
+"""Sampled text first: greedy text of a grown target repeats itself, which flatters every draft."""
 VERIFIED = 5  # columns of a verifying forward pass: a draft of four tokens
 MODES = {"eager": "eager", "captured": "auto"}  # how forward passes run, and the `fast=` for it
+PASSES = {**MODES, "compiled and captured": "compile"}
 HYBRID = "hybrid in float32"
 FULL = ("float32", "bfloat16")
 """Dtypes in which every draft is compared with plain `generate`; the other targets take SOME of the drafts."""
@@ -77,10 +88,14 @@ DRAFTS: dict[str, tuple[Any, Any]] = {
 """By name: the draft and its length."""
 MTPS: dict[str, tuple[Any, Any]] = {"MTP, chains": (MTP(tree=False), 3), "MTP, trees": (MTP(tree=True), 8)}
 """Of hybrids."""
-FEW = {
+NO_DRAFT: dict[str, tuple[Any, Any]] = {"no draft, this loop": ("ngram", Never())}
+FEW = NO_DRAFT | {
     "draft model, 4 tokens": ("zoo:draft", 4),
     "draft model, adaptive": ("zoo:draft", "adaptive"),
     "suffix, adaptive": ("suffix", "adaptive"),
+}
+COPIES = NO_DRAFT | {
+    f"self:{how}, {length}": (f"self:{how}", length) for length in (4, "adaptive") for how in ("int4", "nf4")
 }
 PEER = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0}
 
@@ -90,7 +105,7 @@ class Sizes:
     """How large everything is: of a run, or of one that only tries the script."""
 
     targets: dict[str, torch.dtype]
-    batched: str  # the target of the section
+    batched: str  # the target of several sections
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     capped: str  # the target that does not fit
@@ -100,26 +115,33 @@ class Sizes:
     repeats: int
     cap: int = 12 * GB
     compiled: bool = True
-    modes: tuple[str, ...] = ("eager", "captured")  # in which every pair takes part
-    loads: tuple[int, ...] = tuple(range(10))  # of LOADS
-    trees: tuple[int | None, ...] = (64, None, 16, 256)  # nodes, None for a size by measured costs
+    trained: str = "zoo:smollm2"  # the target of the section `train`, and further arguments of its command
+    training: tuple[str, ...] = (
+        "--chats",
+        "600000",
+        "--steps",
+        "3000",
+        "--dtype",
+        "bfloat16",
+        "--bfloat16",
+        "--store",
+        "bfloat16",
+    )
+    trees: tuple[int | None, ...] = (None, 64)  # nodes, None for a size by measured costs
 
 
-BIG = Sizes(
-    {"zoo:target": torch.float32, "grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16},
-    *("grown:1b", (1, 2, 4, 8, 16, 32), (512, 4096, 16384, 32768), "grown:8b", 128, 100, 4, 3),
-)
-SHORT = replace(
-    replace(BIG, new_tokens=64, passes=50, prompts=2, repeats=2, modes=("captured",)),
-    batches=(8, 32),
-    contexts=(512, 16384),
-    loads=(0, 3, 6, 9),
-    trees=(None,),
+CARD = Sizes(
+    {"grown:1b": torch.bfloat16, "grown:8b": torch.bfloat16},
+    *("grown:1b", (8, 32), (16384, 512), "grown:8b", 64, 50, 2, 2),
 )
 TINY = Sizes(
-    {"zoo:target": torch.float32}, "zoo:target", (1, 2), (64,), "zoo:target", 6, 2, 1, 1, compiled=False, trees=(64,)
+    *({"zoo:target": torch.float32}, "zoo:target", (2,), (64,), "zoo:target", 6, 2, 1, 1),
+    compiled=False,
+    trained="zoo:target",
+    training=("--text", "zoo", "--steps", "2", "--batch", "2", "--context", "32"),
+    trees=(64,),
 )
-SIZES = {"full": BIG, "short": SHORT, "quick": TINY}
+SIZES = {"full": CARD, "quick": TINY}
 
 
 def serve(device: str, size: str) -> Callable[..., Any]:
@@ -183,7 +205,11 @@ def drafted_by(target: PreTrainedModel) -> PreTrainedModel:
 
 
 def loaded(path: Any, how: str, device: torch.device) -> PreTrainedModel:
-    """A folder's model in a dtype, or in 4 or 8 bits by bitsandbytes."""
+    """A folder's model in a dtype, in 4 bits of this package, or in 4 or 8 bits by bitsandbytes."""
+    if how == "int4":
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.bfloat16, quantization_config=PackedConfig(4), device_map={"": device}
+        )
     if how not in ("nf4", "int8"):
         return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, how)).to(device)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
@@ -251,54 +277,135 @@ def texts_of(kind: str, name: str, device: torch.device, sizes: Sizes) -> dict[s
     return {"modes": modes}
 
 
+# -- rounds and forward passes ----------------------------------------------------------------------------------------------
+
+
+def rounds(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Milliseconds of a round, and of what it does outside of the target's forward pass."""
+    for name in sizes.targets:
+        for way in WAYS:
+            yield f"{name}, {way}", partial(rounds_of, name, way, device, sizes)
+
+
+@torch.inference_mode()
+def rounds_of(name: str, way: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Of calls with one row, from the end of their first round on. The target's pass is that of captured passes alone."""
+    target, tokenizer = load_target(name, sizes.targets[name], device)
+    prompts = prompts_of(tokenizer, sizes.prompts, device)
+    alone = {n: 1e3 / rate(target, prompts[0].ids, n, "captured", sizes.passes) for n in (1, VERIFIED)}
+    head = Eagle("zoo:eagle3" if name == "zoo:target" else shipped_head(target), tree=False)
+    drafts = FEW | {"suffix, 4 tokens": ("suffix", 4), "EAGLE-3, 4 tokens": (head, 4)}
+    call, rows = Rules(sizes.new_tokens, **WAYS[way]).call(pad_token(tokenizer)), []
+    for title, (spec, length) in drafts.items():
+        pair = AssistedModelForCausalLM.from_models(target, spec, length, tokenizer)
+        pair.warm_up(PROMPT + sizes.new_tokens + 16, do_sample=way == "sampled")
+        ends: list[float] = []  # of the rounds of a call
+        pair.watch = lambda _, ends=ends: ends.append(time.perf_counter())
+        for _ in range(2):  # the first time measures nothing
+            pair.reset_totals()
+            each = []
+            for number, one in enumerate(prompts):
+                ends.clear()
+                torch.manual_seed(number)
+                new_tokens(pair.generate, one.ids, **call)
+                each += [1e3 * (after - before) for before, after in pairwise(ends)]
+        found, whole = pair.totals, sum(each) / max(1, len(each))
+        own = alone[1 if title in NO_DRAFT else VERIFIED]
+        row = {"a round, ms": whole, "drafting, ms": 1e3 * found.draft_seconds / found.target_passes}
+        row |= {"the target's pass, ms": own, "outside of it, ms": whole - own, "tokens": found.tokens_per_pass}
+        rows.append({"draft": title, **row, **captures(pair, "eager because")})
+    return {"rows": rows}
+
+
+def forward_passes(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """Forward passes of every target: how long they take, and what they are made of, kernel by kernel."""
+    for name in reversed(sizes.targets):
+        yield f"{name}, times", partial(times_of, name, device, sizes)
+        for mode in PASSES if device.type == "cuda" else MODES:
+            yield f"{name}, kernels, {mode}", partial(kernels_of, name, mode, device, sizes)
+
+
+def times_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    target, tokenizer = load_target(name, sizes.targets[name], device)
+    (prompt,) = prompts_of(tokenizer, 1, device)
+    found = passes(target, prompt.ids, sizes.passes)
+    return {"rows": [{"passes": mode, **times} for mode, times in found.items()]}
+
+
+@torch.inference_mode()
+def kernels_of(name: str, mode: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """The kernels of a forward pass over a few columns that take the most time; on a CPU, its operations."""
+    target, tokenizer = load_target(name, sizes.targets[name], device)
+    (prompt,) = prompts_of(tokenizer, 1, device)
+    run = passing(target, prompt.ids, VERIFIED, mode)
+    on_card = device.type == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if on_card else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profile:
+        started = now(device)
+        for _ in range(PROFILED):
+            run()
+        taken = 1e6 * (now(device) - started) / PROFILED
+    spent = "self_device_time_total" if on_card else "self_cpu_time_total"
+    events = sorted(profile.key_averages(), key=lambda event: -getattr(event, spent))
+    rows = [
+        {"kernel": event.key[:80], "calls": event.count / PROFILED, "us of a pass": getattr(event, spent) / PROFILED}
+        for event in events
+    ]
+    total = sum(row["us of a pass"] for row in rows)
+    whole = {"kernel": "all", "calls": sum(row["calls"] for row in rows), "us of a pass": total}
+    return {"rows": [{"kernel": "a pass by the clock", "calls": 1, "us of a pass": taken}, whole, *rows[:MOST_KERNELS]]}
+
+
 # -- speed ------------------------------------------------------------------------------------------------------------------
 
 
 def speed(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
-    """Forward passes and `generate` of every target, against its fastest plain mode."""
-    for name, dtype in sizes.targets.items():
-        yield f"{name}, {str(dtype).removeprefix('torch.')}", partial(speed_of, name, dtype, device, sizes)
+    """`generate` with every target, against its fastest plain mode."""
+    for way in WAYS:
+        for name in sizes.targets:
+            yield f"{name}, {way}", partial(speed_of, name, way, device, sizes)
 
 
-def speed_of(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    target, tokenizer = load_target(name, dtype, device)
-    (prompt,) = prompts_of(tokenizer, 1, device)
-    times = passes(target, prompt.ids, sizes.passes) if device.type == "cuda" else {}
+def speed_of(name: str, way: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    target, tokenizer = load_target(name, sizes.targets[name], device)
     head = Eagle("zoo:eagle3" if name == "zoo:target" else shipped_head(target), tree=False)
     drafts = FEW | {
-        "draft model in nf4, 4 tokens": (DraftModel("zoo:draft", quantization="nf4"), 4),
         "EAGLE-3, 4 tokens": (head, 4),
-        "self:nf4, adaptive": ("self:nf4", "adaptive"),
-        "self:int4, 4 tokens": ("self:int4", 4),
+        "EAGLE-3, adaptive": (head, "adaptive"),
     }
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
-    found += methods(target, tokenizer, drafts, sizes)
-    return {"passes": times} | race(target, tokenizer, found, device, sizes, name)
+    return race(target, tokenizer, found, drafts, device, sizes, name, way)
 
 
-def methods(
-    target: PreTrainedModel, tokenizer: Any, drafts: Mapping[str, tuple[Any, Any]], sizes: Sizes
-) -> list[Method]:
-    """All that can be loaded, in every mode; the others are left out with a message."""
-    each = {f"{name}: {mode}": (*one, MODES[mode]) for name, one in drafts.items() for mode in sizes.modes}
-    return paired(target, tokenizer, each, lenient=True)
+def copied(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """4-bit copies of the target as drafts: torch's own product, and bitsandbytes'."""
+    for name, dtype in reversed(sizes.targets.items()):
+        yield name, partial(few_of, device, sizes, name, dtype, drafts=COPIES)
 
 
 def race(
     target: PreTrainedModel,
     tokenizer: Any,
     found: list[Method],
+    drafts: Mapping[str, tuple[Any, Any]],
     device: torch.device,
     sizes: Sizes,
     name: str,
+    way: str = "sampled",
     batch: int = 1,
 ) -> dict[str, Any]:
-    """A race by the protocol, and for each pair the number of captured forward passes, or why none are."""
+    """A race by the protocol, and for each pair the number of captured forward passes, or why none are. drafts: those that
+    cannot be loaded are left out with a message."""
+    found = found + paired(target, tokenizer, drafts, lenient=True)
+    for one in found:
+        if one.model is not None:
+            one.model.warm_up(PROMPT + sizes.new_tokens + 16, batch, do_sample=way == "sampled")
     pairs = {one.name: one.model for one in found if one.model is not None}
     count = batch * max(1, sizes.prompts // batch)
     rules = argparse.Namespace(prompts=count, repeats=sizes.repeats, threads=None, no_compile=not sizes.compiled)
     prompts = prompts_of(tokenizer, count, device)
-    result = raced(rules, next(iter(pairs.values())), found, prompts, Rules(sizes.new_tokens), batch, target=name)
+    how = Rules(sizes.new_tokens, **WAYS[way])
+    result = raced(rules, next(iter(pairs.values())), found, prompts, how, batch, target=name)
     return {"result": result.to_dict(), "graphs": {name: captures(pair) for name, pair in pairs.items()}}
 
 
@@ -306,7 +413,7 @@ def passes(target: PreTrainedModel, ids: torch.Tensor, count: int) -> dict[str, 
     """Milliseconds of forward passes by mode, and the share of the time that reading the weights takes at least."""
     draft = drafted_by(target)
     found = {}
-    for mode in MODES:
+    for mode in PASSES if ids.is_cuda else MODES:
         step = median(rate(draft, ids, 1, mode, count, bare=True) for _ in range(3))
         one, several = (median(rate(target, ids, columns, mode, count) for _ in range(3)) for columns in (1, VERIFIED))
         found[mode] = {
@@ -326,24 +433,30 @@ def rate(
     mode: str,
     count: int,
     bare: bool = False,
-    bits: bool = False,
 ) -> float:
     """Forward passes per second over some positions after a prompt; their keys and values are not kept."""
-    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(MODES[mode], bits)
+    run = passing(model, ids, columns, mode, bare)
+    started = now(ids.device)
+    for _ in range(count):
+        run()
+    return count / (now(ids.device) - started)
+
+
+def passing(
+    model: PreTrainedModel, ids: torch.Tensor, columns: int, mode: str, bare: bool = False
+) -> Callable[[], Any]:
+    """A function that runs such a forward pass, once it has been captured."""
+    holder, drafter, settings = Graphs(), ModelDrafter(model), CallSettings(PASSES[mode])
     cache = SlotCache(1, ids.shape[1] + 64)
     prepared = prepare(model, settings, drafter.fused if bare else None)
-    prepared = with_same_bits(prepared) if bits else prepared
     runner = holder.serve(CachedModel(prepared, cache, drafter.masks), model, settings)
     runner.prefill(ids, None)
     tokens = ids[:, :columns].contiguous()
     for _ in range(4):
         runner(tokens)
-    if mode == "captured" and (runner.passes is not holder or holder.reason is not None):
+    if ids.is_cuda and mode != "eager" and (runner.passes is not holder or holder.reason is not None):
         raise RuntimeError(f"forward passes are not captured: {holder.reason or holder.obstacle}")
-    started = now(ids.device)
-    for _ in range(count):
-        runner(tokens)
-    return count / (now(ids.device) - started)
+    return partial(runner, tokens)
 
 
 # -- batches, quantized targets ---------------------------------------------------------------------------------------------
@@ -351,25 +464,34 @@ def rate(
 
 def batched(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """Rows decoded together."""
+    name = sizes.batched
     for rows in sizes.batches:
-        yield f"{sizes.batched}, {rows} rows", partial(few_of, device, replace(sizes, modes=("captured",)), rows)
+        yield f"{name}, {rows} rows", partial(few_of, device, sizes, name, sizes.targets[name], rows)
 
 
 def quantized_targets(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
-    """Targets in 4 and 8 bits. They need bitsandbytes, and are not compiled."""
-    for how in ("nf4", "int8") if device.type == "cuda" else ():
-        yield f"{sizes.batched}, {how}", partial(few_of, device, replace(sizes, compiled=False), how=how)
+    """Targets in 4 and 8 bits: of this package, and of bitsandbytes. They are not compiled."""
+    small, name = replace(sizes, compiled=False), sizes.batched
+    for how in ("int4", "nf4", "int8") if device.type == "cuda" else ("int4",):
+        yield f"{name}, {how}", partial(few_of, device, small, name, sizes.targets[name], how=how)
 
 
-def few_of(device: torch.device, sizes: Sizes, rows: int = 1, how: str | None = None) -> dict[str, Any]:
+def few_of(
+    device: torch.device,
+    sizes: Sizes,
+    name: str,
+    dtype: torch.dtype,
+    rows: int = 1,
+    how: str | None = None,
+    drafts: Mapping[str, tuple[Any, Any]] = FEW,
+) -> dict[str, Any]:
     if how is None:
-        target, tokenizer = load_target(sizes.batched, sizes.targets[sizes.batched], device)
+        target, tokenizer = load_target(name, dtype, device)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            tokenizer = saved(sizes.batched, device, Path(folder))
+            tokenizer = saved(name, device, Path(folder))
             target = loaded(folder, how, device)
-    name = sizes.batched + (f" in {how}" if how else "")
-    return race(target, tokenizer, methods(target, tokenizer, FEW, sizes), device, sizes, name, rows)
+    return race(target, tokenizer, [], drafts, device, sizes, name + (f" in {how}" if how else ""), batch=rows)
 
 
 def saved(name: str, device: torch.device, folder: Path, long: bool = False) -> Any:
@@ -388,14 +510,8 @@ def saved(name: str, device: torch.device, folder: Path, long: bool = False) -> 
 
 LOADS: tuple[dict[str, Any], ...] = (
     {"context": 2048},
-    {"context": 8192},
-    {"context": 2048, "fast": "eager"},
     {"context": 2048, "draft": "zoo:draft"},
-    {"context": 2048, "draft": "self:nf4"},
-    {"context": 2048, "dtype": "float32"},
     {"context": 2048, "quantization": "nf4"},
-    {"context": 2048, "quantization": "int8"},
-    {"context": 2048, "rows": 8},
     {"context": 8192, "rows": 8, "draft": "zoo:draft"},
 )
 """Of the same grown target. Weights are random where nothing is said of text: memory does not depend on them."""
@@ -403,7 +519,7 @@ LOADS: tuple[dict[str, Any], ...] = (
 
 def memory_loads(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
     """The peak of a load and two calls, beside the plan."""
-    for load in [LOADS[i] for i in sizes.loads] if sizes is not TINY else [{"context": 256}]:
+    for load in LOADS if sizes is not TINY else [{"context": 256}]:
         title = ", ".join(f"{name} {value}" for name, value in load.items())
         yield title, partial(memory_of, load, device, sizes)
 
@@ -497,7 +613,8 @@ def contexts(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]
 def context_of(context: int, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     size = sizes.batched.removeprefix("grown:") if sizes.batched.startswith("grown:") else None
     target = long_contexts.long_model("target", size, sizes.targets[sizes.batched], device)
-    own = long_contexts.methods(target, ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"])
+    named = ["draft, Fixed(tokens=4)", "draft, Adaptive()", "suffix, Adaptive()"]
+    own = [*paired(target, None, NO_DRAFT), *long_contexts.methods(target, named)]
     rules = argparse.Namespace(
         prompts=min(2, sizes.prompts), repeats=sizes.repeats, new_tokens=max(8, sizes.new_tokens // 2), no_compile=True
     )
@@ -524,10 +641,7 @@ PLAIN_AND_DRAWN: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperat
 
 
 def bits(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
-    """`exact="bits"`: hashes of tokens and logits under every draft, and what it costs."""
-    for name, dtype in sizes.targets.items():
-        if name != "zoo:target" or sizes is TINY:
-            yield f"{name}, cost", partial(cost_of_bits, name, dtype, device, sizes)
+    """`exact="bits"`: hashes of tokens and logits under every draft."""
     for kind in ("bfloat16", "float32", "float16", "nf4") if device.type == "cuda" else ("float32",):
         yield f"{kind}, texts", partial(bits_of, kind, device, sizes)
 
@@ -569,37 +683,6 @@ def bits_of(kind: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     if different or len({(row["sampled"], row["plain"]) for row in rows}) > 2:
         raise AssertionError(f"other bits: {different or rows}")
     return {"rows": rows}
-
-
-@torch.inference_mode()
-def cost_of_bits(name: str, dtype: torch.dtype, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Milliseconds of captured forward passes, and of a token, in the ordinary mode and to the bit."""
-    target, tokenizer = load_target(name, dtype, device)
-    prompts = prompts_of(tokenizer, min(2, sizes.prompts), device)
-    rows = {exact: {"mode": "bits" if exact else "ordinary"} for exact in (False, True)}
-    for columns in (1, VERIFIED, 16) if device.type == "cuda" else ():
-        for exact, row in rows.items():
-            each = [rate(target, prompts[0].ids, columns, "captured", sizes.passes, bits=exact) for _ in range(3)]
-            row[f"over {columns}, ms"] = 1e3 / median(each)
-    call = Rules(sizes.new_tokens).call(pad_token(tokenizer))
-    for spec, length in (("zoo:draft", 4), ("suffix", "adaptive")):
-        pairs = {
-            exact: AssistedModelForCausalLM.from_models(
-                target, spec, length, tokenizer, exact="bits" if exact else None
-            )
-            for exact in rows
-        }
-        seconds: dict[bool, list[float]] = {exact: [] for exact in rows}
-        for _ in range(1 + sizes.repeats):
-            for exact, pair in pairs.items():
-                started = now(device)
-                for one in prompts:
-                    new_tokens(pair.generate, one.ids, **call)
-                seconds[exact].append((now(device) - started) / len(prompts) / sizes.new_tokens)
-        for exact, row in rows.items():
-            row[f"{spec}, {length}: ms a token"] = 1e3 * median(seconds[exact][1:])
-            row[f"{spec}, {length}: tokens a pass"] = pairs[exact].totals.tokens_per_pass
-    return {"rows": list(rows.values())}
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------------
@@ -667,14 +750,60 @@ def joint(target: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Cal
     return table, classes
 
 
+# -- training ---------------------------------------------------------------------------------------------------------------
+
+SHARD = 16 * 2**20  # bytes of a file, at most
+
+
+def train(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
+    """An EAGLE-3 head for a target, trained on text that the target writes, beside the shipped head."""
+    yield sizes.trained, partial(trained, device, sizes)
+
+
+def trained(device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """Tokens per forward pass with both heads. The new one is in head/, and in shards/ of the folder of the results."""
+    out = Path(os.environ["OUT"]).resolve()
+    command = [
+        sys.executable,
+        "-m",
+        "assisted",
+        "train",
+        "eagle",
+        "--target",
+        sizes.trained,
+        "--out",
+        str(out / "head"),
+    ]
+    subprocess.run([*command, *sizes.training], check=True, stdout=sys.stderr, timeout=TRAINING_SECONDS)
+    (out / "shards").mkdir(exist_ok=True)
+    for path in sorted((out / "head").glob("*.*")):
+        content = path.read_bytes()
+        for number, first in enumerate(range(0, len(content), SHARD)):
+            (out / "shards" / f"{path.name}.{number:03}").write_bytes(content[first : first + SHARD])
+    target, tokenizer = load_target(sizes.trained, torch.float32 if device.type == "cpu" else torch.bfloat16, device)
+    shipped, rows = f"zoo:{sizes.trained.removeprefix('zoo:')}-eagle3".replace("target-", ""), []
+    for spec in (shipped, str(out / "head")):
+        pair = AssistedModelForCausalLM.from_models(target, Eagle(spec, tree=False), 4, tokenizer)
+        for one in prompts_of(tokenizer, 4 * sizes.prompts, device):
+            new_tokens(pair.generate, one.ids, **Rules(sizes.new_tokens, **WAYS["sampled"]).call(pad_token(tokenizer)))
+        rows.append(
+            {"head": spec if spec == shipped else "new", "tokens per forward pass": pair.totals.tokens_per_pass}
+        )
+    return {"rows": rows}
+
+
 SECTIONS: dict[str, Callable[[torch.device, Sizes], Iterator[tuple[str, Measure]]]] = {
-    "identity": identity,
+    "rounds": rounds,
     "speed": speed,
+    "copies": copied,
     "batches": batched,
-    "memory": memory_loads,
-    "offload": offload,
     "contexts": contexts,
+    "passes": forward_passes,
     "quantized": quantized_targets,
+    "offload": offload,
+    "identity": identity,
     "sampled": sampled,
     "bits": bits,
+    "memory": memory_loads,
+    "train": train,
 }

@@ -91,14 +91,15 @@ def test_sections_have_measurements_and_tables(gpu: ModuleType, monkeypatch: pyt
             assert len(names) == len(set(names)) > 0
 
 
-def test_an_identity_item_runs(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurements = script("gpu_sections", monkeypatch)
-    job = measurements.serve("cpu", "quick")
-    item, *_ = job("identity")
-    result = json.loads(json.dumps(job("identity", item)))
-    assert set(result["modes"]) == {"eager", "captured"}
-    assert all(one["same"] == one["rows"] == 1 for one in result["modes"].values())
-    assert item in gpu.markdown({"about": {}, "sections": {"identity": {item: result}}})
+@pytest.mark.parametrize(
+    ("section", "number", "shows"),
+    [("identity", 0, "| 1 of 1 |"), ("rounds", 0, "| no draft, this loop |"), ("passes", 2, "| a pass by the clock |")],
+)
+def test_an_item_runs(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, section: str, number: int, shows: str) -> None:
+    job = script("gpu_sections", monkeypatch).serve("cpu", "quick")
+    item = job(section)[number]
+    result = json.loads(json.dumps(job(section, item)))
+    assert shows in gpu.markdown({"about": {}, "sections": {section: {item: result}}})
 
 
 def test_the_joint_distribution_of_two_tokens(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

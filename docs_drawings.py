@@ -17,6 +17,28 @@ WIDTH = 360
 LENGTHS = ((5, 4), (3, 1))  # of each row: committed entries, and what it keeps of the last token and a draft of three
 TREE = (-1, 0, 0, 2)  # parents of a, b, c, d
 SUFFIX = "the cat sat on the mat the cat sat on the rug the cat sat in the sun the cat sat"
+START = "Once"
+WAY = {
+    START: (
+        ("modeling.py", "takes the arguments"),
+        ("generation.py", "prepares inputs"),
+        ("calls/admission.py", "may it be drafted?"),
+        ("calls/assembly.py", "puts parts together"),
+    ),
+    "Each round": (
+        ("decoding.py", "runs the round"),
+        ("methods/shared/guarded.py", "watches over drafts"),
+        ("methods/shared/chain.py", "drafts tokens"),
+        ("engine/runner.py", "runs forward passes"),
+        ("engine/cache.py", "keeps keys, values"),
+        ("verification.py", "picks the rule"),
+        ("core/acceptance.py", "accepts tokens"),
+        ("core/text.py", "commits them"),
+        ("core/report.py", "counts them"),
+    ),
+}
+"""Files that a greedy call with a draft model enters, and what they do; tests/test_way_of_a_call.py compares them with such a
+call."""
 FIGURES, PRODUCTS = (
     json.loads((Path(__file__).parent / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
     for name in ("gpu_first_run", "products")
@@ -512,7 +534,37 @@ def roofline() -> str:
     return drawn("roofline", "Why a batch leaves less for drafts", told, caption, 266, parts)
 
 
+def call() -> str:
+    """The way of a greedy call with a draft model, by WAY: once down the left, then round by round."""
+    parts, y, high = [], 0.0, 24
+    for title, files in WAY.items():
+        parts.append(text(0, y + 13, title, "bold"))
+        y += 22
+        again = title != START
+        for number, (file, does) in enumerate(files):
+            parts += [
+                box(26, y, 190, high, file, "solid" if not again else "draft" if "methods/" in file else "target"),
+                text(222, y + 16.5, does),
+            ]
+            if number:
+                parts.append(line([(121, y - 8), (121, y - 1)]))
+            y += high + 8
+        if again:
+            top, middle = y - len(files) * (high + 8) + high / 2, y - 8 - high / 2
+            parts.append(line([(26, middle), (10, middle), (10, top), (25, top)]))
+        y += 10
+    told = "From top to bottom, " + "; then ".join(
+        ", ".join(f"{file} {does}" for file, does in files) for files in WAY.values()
+    )
+    caption = """
+    <p>The files in which a greedy call with a draft model spends its steps. What is in the second group runs once for each
+    round, until the text has ended: the <b class='draft'>draft</b>, then the <b class='target'>target</b> and what
+    judges.</p>"""
+    return drawn("call", "The way of one call", told + ".", caption, y, parts)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
+    "call": call,
     "kv-rewind": kv_rewind,
     "tree-masks": tree_masks,
     "eagle": eagle,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import assisted
+import docs_drawings
 from assisted import AssistedModelForCausalLM
 
 PACKAGE = Path(assisted.__file__).parent
@@ -48,3 +49,4 @@ def test_a_call_runs_few_files(fast):
     told = {name: len(own) for name, own in sorted(lines.items(), key=lambda item: -len(item[1]))}
     assert len(lines) <= files, told
     assert sum(told.values()) <= total, told
+    assert {file for files in docs_drawings.WAY.values() for file, _ in files} <= told.keys()  # what the page draws

@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import build, half_right, random_ids
+from architectures import build, random_ids
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import BY_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
-from assisted.cli.main import main
 from tools import grown
-from tools.grown import SHAPES, Shape, grow, layer_positions, load_target
+from tools.grown import SHAPES, Shape, grow, load_target
 
 WIDE = Shape(96, 160, 5, 12, 4)
 ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
@@ -76,20 +75,6 @@ def test_query_heads_stay_with_their_keys(keys: int, group: int, large_group: in
         assert of[large // large_group] == small_head // group
 
 
-def test_hidden_states_are_the_first_columns() -> None:
-    model = small()
-    large = grow(model, WIDE)
-    ids = random_ids(model, 1, 12, seed=4)
-    with torch.no_grad():
-        expected = model(ids, output_hidden_states=True).hidden_states
-        found = large(ids, output_hidden_states=True).hidden_states
-    width, positions = model.config.hidden_size, [0, *(layer + 1 for layer in layer_positions(2, WIDE.layers))]
-    for of, position in list(enumerate(positions))[:-1]:  # the last one is after the final norm
-        assert torch.allclose(found[position][..., :width], expected[of], atol=ROUNDING)
-        assert not found[position][..., width:].any()
-    assert torch.allclose(found[-1][..., :width], expected[-1], atol=ROUNDING)
-
-
 def test_added_weights_are_ordinary_numbers() -> None:
     model = small(attention_bias=True)
     large = grow(model, WIDE)
@@ -102,23 +87,6 @@ def test_added_weights_are_ordinary_numbers() -> None:
     assert torch.equal(first[:16, :32], own)
     assert 0.8 < added.std() / own.std() < 1.25
     assert not torch.equal(first[:16, 32:64], added[:16, 32:64])
-
-
-def test_text_is_the_same() -> None:
-    model = small()
-    large = grow(model, WIDE)
-    ids = random_ids(model, 3, 10, seed=5)
-    call = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    expected = model.generate(ids, **call)
-    assert torch.equal(large.generate(ids, **call), expected)
-    draft = half_right(model)
-    reports = []
-    for target in (model, large):
-        pair = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3)
-        assert torch.equal(pair.generate(ids, **call), expected)
-        reports.append(pair.report)
-    assert reports[0].acceptance_by_position == reports[1].acceptance_by_position
-    assert 0 < reports[0].accepted < reports[0].drafted
 
 
 def test_bfloat16_is_as_near_as_the_small_model_in_bfloat16() -> None:
@@ -157,11 +125,7 @@ def test_presets_have_about_the_parameters_of_their_name(name: str, millions: in
     layer = attention + mlp + 2 * shape.hidden_size
     parameters = shape.layers * layer + 4096 * shape.hidden_size
     assert abs(parameters / 1e6 - millions) < 0.13 * millions  # a real vocabulary is missing
-    assert parse_of(str(shape)) == shape
-
-
-def parse_of(text: str) -> Shape:
-    return grown.parse(text)
+    assert grown.parse(str(shape)) == shape
 
 
 @pytest.mark.parametrize(
@@ -211,13 +175,6 @@ def test_targets_by_name() -> None:
         assert torch.allclose(large(ids).logits, small(ids).logits, atol=1e-3)
     with pytest.raises(ValueError, match="size: 'huge' is not known"):
         load_target("grown:huge")
-
-
-def test_examined_like_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    grown.main(["zoo:target", "--size", "256x640x17x4x2", "--out", str(tmp_path), "--device", "cpu"])
-    quick = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
-    assert main(["doctor", str(tmp_path), *quick, "--text", __file__, "--draft", "zoo:draft", "--device", "cpu"]) == 0
-    assert f"{tmp_path}: " in capsys.readouterr().out
 
 
 @pytest.mark.slow

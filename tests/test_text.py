@@ -177,7 +177,7 @@ def test_the_token_that_ends_a_row_counts_and_what_follows_does_not():
 def test_the_last_token_that_fits_ends_a_row(criteria):
     ours = text([[2, 2]], MaxLengthCriteria(5), END, *criteria)
     assert ours.max_length == 5
-    assert ours.room == 3
+    assert ours.room == 3 and ours.ids.shape[1] == 5  # no more memory than the longest text takes
     assert ours.extend([[4, 3]], None, None) == [2]
     assert not ours.done
     assert ours.room == 1

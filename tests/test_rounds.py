@@ -41,3 +41,13 @@ def test_a_round_asks_no_more_of_the_host(draft, call, rows, monkeypatch):
     for name, limit in zip(case.SHOWN, most, strict=False):
         assert found[name] <= limit + 0.05, f"{name}: {found[name]} a round, where there were {limit}"
         assert found[name] > 0.9 * limit - 0.05, f"{name}: only {found[name]} a round now; lower {limit} in this table"
+
+
+@pytest.mark.parametrize("rows,most", [(1, (12.6, 1, 2)), pytest.param(4, (14.6, 1, 2), marks=pytest.mark.slow)])
+def test_a_round_of_a_hybrid(rows, most, monkeypatch):
+    """Eagerly it takes 822 operations. One of the replays moves the states."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])
+    case = importlib.import_module("cases.rounds")
+    found = case.per_round("suffix", 4, case.CALLS["greedy"], rows, new_tokens=32, target="zoo:hybrid")
+    for name, limit in zip(case.SHOWN, most, strict=False):
+        assert 0.9 * limit - 0.05 < found[name] <= limit + 0.05, f"{name}: {found[name]} a round, not {limit}"

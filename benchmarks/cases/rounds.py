@@ -120,14 +120,14 @@ def counting():
             yield found
 
 
-def per_round(draft, length, call, rows=1, new_tokens=64):
+def per_round(draft, length, call, rows=1, new_tokens=64, target="zoo:target"):
     """Operations, reads, replays and tokens of a round: means over a call, without its first two rounds, those that record a
     capture, and those near the end of a row.
 
-    draft, length: of the pair. call: arguments of `generate`.
+    target, draft, length: of the pair. call: arguments of `generate`.
     """
     with counting() as found:
-        pair = opened("zoo:target", draft=draft, draft_length=length)
+        pair = opened(target, draft=draft, draft_length=length)
         ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids.repeat(rows, 1)
         more = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0, **call}
         for _ in range(3):  # the first two record

@@ -605,8 +605,8 @@ WITHOUT: dict[str, tuple[dict[str, str], str]] = {
         "SCRIPT failed (a.c:1: fatal error: stdlib.h: No such file); install a C compiler",
     ),
     "a slow compiler": ({"seconds": "0.001"}, "took longer than 0.001 s; the next process tries it again"),
-    "another system": ({"system": "Darwin"}, "they are for Linux on x86-64, and this is Darwin on"),
-    "another processor": ({"machine": "aarch64"}, "they are for Linux on x86-64, and this is Linux on aarch64"),
+    "another system": ({"system": "Darwin"}, "they are for Linux on x86-64 and 64-bit ARM, and this is Darwin on"),
+    "another processor": ({"machine": "riscv64"}, "64-bit ARM, and this is Linux on riscv64"),
     "an old processor": ({"flags": ""}, "they need AVX2 or AVX512, which this processor does not have"),
 }
 

@@ -160,9 +160,9 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
 
     dtype: of its weights. memory: free bytes; None for those of this machine. 0 if the copies would take too much.
     """
-    kind = copied_in(dtype)
-    if kind is None:
+    if not packs(dtype):
         return 0
+    kind = copied_in(dtype) or dtype
     numbers = sum({id(weight): weight.numel() for weight in model.parameters()}.values())
     if not may_take(numbers * kind.itemsize, memory):
         return 0

@@ -371,6 +371,15 @@ INLINE ints without_signs(ints steps) {
 #endif
 }
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+/* Of levels from -128 to 127, which nibbles are, too. */
+#define SIGNED_FOURS
+
+INLINE ints plus_fours(ints sums, ints levels, ints steps) {
+    return (ints)vdotq_s32((int32x4_t)sums, (int8x16_t)levels, (int8x16_t)steps);
+}
+
 #else
 
 INLINE ints plus_fours(ints sums, ints levels, ints steps) {
@@ -400,7 +409,7 @@ INLINE ints sums_of_nibbles(ints sums) {
 
 /* The same of bytes, which are stored plus 128, begin with this, */
 INLINE ints before_bytes(const Rounded *x) {
-#ifdef BY_PAIRS
+#if defined(BY_PAIRS) || defined(SIGNED_FOURS)
     return (ints){0};
 #else
     return -ZERO8 * x->whole - (ints){0};
@@ -410,6 +419,8 @@ INLINE ints before_bytes(const Rounded *x) {
 INLINE ints plus_bytes(ints sums, ints levels, ints steps) {
 #ifdef BY_PAIRS
     return sums + OF_PAIRS(BY_PAIRS(without_signs(steps), signed_levels(levels, steps)));
+#elif defined(SIGNED_FOURS)
+    return plus_fours(sums, levels ^ (int32_t)0x80808080, steps);
 #else
     return plus_fours(sums, levels, steps);
 #endif

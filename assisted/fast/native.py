@@ -64,7 +64,9 @@ PROCESSORS: tuple[tuple[str, ...], ...] = (
     _AVX512,
     ("avx2", "fma", "avx_vnni"),
     ("avx2", "fma"),
-)  # what they can do, as Linux names it; the first that fits
+)  # what processors of x86-64 can do, as Linux names it; the first that fits
+ARM: dict[tuple[str, ...], tuple[str, ...]] = {("asimddp",): ("-march=armv8.2-a+dotprod",), (): ()}
+"""The same of 64-bit ARM, and the compiler's flags."""
 SECONDS = 120  # for the compiler
 ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
 too_slow: set[str] = set()  # compilers of which this process expects nothing more
@@ -128,15 +130,19 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     """The library compiled for numbers of a dtype, bfloat16 or float32, and an empty string; or None and why there is none."""
     if os.environ.get(VARIABLE, "") == "0":
         return None, _CHOSEN
-    if platform.system() != "Linux" or platform.machine().lower() not in ("x86_64", "amd64"):
-        return None, f"they are for Linux on x86-64, and this is {platform.system()} on {platform.machine()}"
+    machine = platform.machine().lower()
+    if platform.system() != "Linux" or machine not in ("x86_64", "amd64", "aarch64"):
+        known_to = "Linux on x86-64 and 64-bit ARM"
+        return None, f"they are for {known_to}, and this is {platform.system()} on {platform.machine()}"
     known, reason = processor_flags(), "they need AVX2 or AVX512, which this processor does not have"
-    fitting = [names for names in PROCESSORS if known.issuperset(names)]
+    is_arm = machine == "aarch64"
+    fitting = [names for names in (ARM if is_arm else PROCESSORS) if known.issuperset(names)]
     fitting.sort(key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and not sums_directly())
     for names in fitting:
         if dtype == torch.float32:
             names = tuple(name for name in names if not name.endswith(("vnni", "bf16")) and "amx" not in name)
-        flags = [*_FLAGS, *("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in names)]
+        own = ("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in names)
+        flags = [*_FLAGS, *(ARM[names] if is_arm else own)]
         library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles

@@ -42,8 +42,8 @@ _ALWAYS = 2**30  # bytes of parameters that may always be copied; more only if t
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's products are worth a copy of weights of this dtype on this machine: of float32 and bfloat16."""
-    return copied_in(dtype) is not None
+    """Whether products in C, or oneDNN's, are worth a copy of weights of this dtype here: of float32 and bfloat16."""
+    return copied_in(dtype) is not None or native.is_available(dtype)
 
 
 @functools.cache
@@ -78,12 +78,12 @@ def may_take(size: int, free: int | None = None) -> bool:
 def size_of_copies(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> int:
     """Bytes of what a `Product` of linear modules with these weights, [out, in] each, keeps beside the weights."""
     numbers = sum(out * into for out, into in shapes)
-    kind = copied_in(dtype)
-    if kind is None:
-        return 0
     outputs, into = sum(out for out, _ in shapes), shapes[0][1]
     if _runs_in_c(into, dtype):
         return into * (outputs + -outputs % native.OUTPUTS) * dtype.itemsize
+    kind = copied_in(dtype)
+    if kind is None:
+        return 0
     found = numbers * kind.itemsize
     if _keeps(numbers, dtype) and (len(shapes) > 1 or _is_tall(outputs, into, dtype)):
         found += numbers * dtype.itemsize
@@ -213,7 +213,7 @@ class Product:
                 self.native = native.NativeProduct(native.packed(weight), weight.shape[1], bits, bias=bias)
             self.most = self.native.most
             return
-        if packs(weight.dtype):
+        if copied_in(weight.dtype) is not None:
             self.packed = _packed(weight)
         if _keeps(self.entries, weight.dtype) or self.packed is None:
             tall = _is_tall(len(weight), weight.shape[1], weight.dtype)

@@ -3,6 +3,7 @@
     python benchmarks/simulated.py                      every scenario, every policy
     python benchmarks/simulated.py --sweep              what half and twice each constant of the adaptive length does
     python benchmarks/simulated.py --cards              captured passes, batches, long prompts: against the best fixed length
+    python benchmarks/simulated.py --at-once            the same: lengths that are chosen before a draft, or within it
     python benchmarks/simulated.py --trees              accepted tokens by tree size, with rates that are learned on the way
     python benchmarks/simulated.py --out before.json    and, after a change: --against before.json
 
@@ -153,22 +154,28 @@ CARDS = {  # passes of 2 to 9 ms; a capture takes 50 to 300 ms
 ROWS = 0.003  # what a column of a further row adds there
 
 
-def cards(ahead: int = 16) -> dict[str, Scenario]:
+def cards(ahead: int = 16, host: float = 0.0, at_once: bool = False) -> dict[str, Scenario]:
     """Captured passes: one row and eight, long calls and short ones, short prompts and long ones; and heads that read the
-    prompt first. ahead: the most columns of the shapes that were captured before the calls."""
+    prompt first.
+
+    ahead: the most columns of the shapes that were captured before the calls. host, at_once: as for `simulate`, of the captured
+    drafts that ask.
+    """
     found: dict[str, Scenario] = {}
     written = {"switching": Source(), "informative": SOURCES["one regime"], "poor": POOR, "hopeless": HOPELESS}
-    cards = {name: dataclasses.replace(pair, ahead=ahead) for name, pair in CARDS.items()}
+    cards = {name: dataclasses.replace(pair, ahead=ahead, host=host) for name, pair in CARDS.items()}
+    how = {"at_once": at_once}
     for card, one in cards.items():
         for name, source in written.items():
             for rows in (1, 8):
                 pair = dataclasses.replace(one, row=ROWS if rows > 1 else 0.0)
-                found[f"{card}, {name}, {rows} x {TOKENS}"] = steady(pair, source, rows)
-                found[f"{card}, {name}, 32 calls of {rows} x 64"] = short(pair, source, True, 64, 32, rows)
+                found[f"{card}, {name}, {rows} x {TOKENS}"] = steady(pair, source, rows, **how)
+                found[f"{card}, {name}, 32 calls of {rows} x 64"] = short(pair, source, True, 64, 32, rows, **how)
     for name, source in written.items():
-        pair = Pair(0.1, 0.01, first_column=0.1, capture=20.0, prompt=15.0, ahead=ahead)
-        found[f"16,384 tokens of context, {name}"] = steady(pair, source, context=16384)
-        found[f"16,384 tokens of context, {name}, 32 calls of 64"] = short(pair, source, True, 64, 32, context=16384)
+        pair = Pair(0.1, 0.01, first_column=0.1, capture=20.0, prompt=15.0, ahead=ahead, host=host)
+        how["context"] = 16384
+        found[f"16,384 tokens of context, {name}"] = steady(pair, source, **how)
+        found[f"16,384 tokens of context, {name}, 32 calls of 64"] = short(pair, source, True, 64, 32, **how)
         found[f"lookup, {name}"] = steady(cards["7 billion, cheap draft"], source, asks=False, found=0.5)
         eight = dataclasses.replace(cards["1 billion, usual draft"], row=ROWS)
         found[f"lookup, {name}, 32 calls of 8 x 64"] = short(eight, source, True, 64, 32, 8, asks=False, found=0.5)
@@ -194,6 +201,24 @@ def against_fixed(seeds: int, ahead: int) -> dict[str, dict[str, float]]:
         own, best = run(Adaptive(), seeds), max(run(policy, seeds) for policy in fixed)
         found[name] = {"adaptive": own, "best fixed": best, "ratio": own / best}
         print(f"| {name} | {own:.3f} | {best:.3f} | {own / best:.3f} |", flush=True)
+    return found
+
+
+HOST = (
+    0.1  # passes that a decision within a draft takes; more on an H100, where such rounds take 31 ms, with 4 tokens 19
+)
+
+
+def at_once(seeds: int, ahead: int) -> dict[str, dict[str, float]]:
+    """The speedups of the adaptive length in each scenario of `cards` whose draft asks: asked before every token, for nothing
+    and for `HOST`, and with drafts of a length that was chosen before."""
+    ways = {"asked": cards(ahead), "asked, waiting": cards(ahead, HOST), "at once": cards(ahead, HOST, True)}
+    found = {}
+    for name in ways["asked"]:
+        if not name.startswith(("lookup", "head")):
+            own = found[name] = {way: scenarios[name](Adaptive(), seeds) for way, scenarios in ways.items()}
+            own["ratio"] = own["at once"] / own["asked, waiting"]
+            print(f"| {name} | " + " | ".join(f"{figure:.3f}" for figure in own.values()) + " |", flush=True)
     return found
 
 
@@ -285,6 +310,7 @@ def main() -> None:
     parser.add_argument(
         "--ahead", type=int, default=16, help="columns captured before the calls (default: 16; 0: none)"
     )
+    parser.add_argument("--at-once", action="store_true", help="the same, with lengths chosen before or within a draft")
     parser.add_argument("--trees", action="store_true", help="accepted tokens by tree size")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     parser.add_argument("--against", type=Path, help="file with earlier figures, to compare with")
@@ -292,8 +318,8 @@ def main() -> None:
     if args.sweep or args.trees:
         (sweep if args.sweep else trees)(args.seeds)
         return
-    if args.cards:
-        ratios = against_fixed(args.seeds, args.ahead)
+    if args.cards or args.at_once:
+        ratios = (at_once if args.at_once else against_fixed)(args.seeds, args.ahead)
         worst = min(ratios, key=lambda name: ratios[name]["ratio"])
         print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
         if args.out is not None:

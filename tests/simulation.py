@@ -44,6 +44,7 @@ class Pair:
         capture: what the first forward pass of a captured shape takes besides, in passes of the same model. 0 where nothing is
             captured; elsewhere, rows, columns and slots are rounded up as those of captured passes are.
         ahead: the most columns of the shapes that were captured before the calls.
+        host: what a decision within a draft takes besides, for which the host waits for the device.
     """
 
     draft: float
@@ -58,6 +59,7 @@ class Pair:
     turns: float = 0.0
     capture: float = 0.0
     ahead: int = 0
+    host: float = 0.0
 
     def drafting(self, forwards: int) -> float:
         """So many forwards of the draft."""
@@ -139,6 +141,7 @@ def simulate(
     context: int = 0,
     captures: CudaGraphs | None = None,
     is_short: bool = False,
+    at_once: bool = False,
 ) -> Run:
     """One `generate` over the rows of `texts`, `tokens` new tokens each.
 
@@ -148,6 +151,7 @@ def simulate(
     context: tokens of the prompt.
     captures: of earlier calls; those of this call are added.
     is_short: the prompt is no longer than the answer.
+    at_once: a draft is one captured function, whose length is chosen before; otherwise the policy is asked before every token.
     """
     rng, finds = random.Random(f"noise {seed}"), random.Random(f"finds {seed}")
 
@@ -184,13 +188,18 @@ def simulate(
     while any(count < tokens for count in at):
         unfinished = [row for row, count in enumerate(at) if count < tokens]
         budget = min(length.budget(unfinished), max(tokens - at[row] for row in unfinished) - 1)
-        forwards, drafted = _draft(length, budget, texts, at, unfinished, asks, sampled)
+        whole = length.ahead(budget) if at_once and budget > 0 else None
+        if whole is not None:
+            forwards, drafted = whole, [whole if row in unfinished else 0 for row in range(len(texts))]
+        else:
+            forwards, drafted = _draft(length, budget, texts, at, unfinished, asks, sampled)
         if found < 1:
             drafted = [count if finds.random() < found else 0 for count in drafted]
             if any(drafted):
                 width = length.fit([drafted[row] for row in unfinished])
                 drafted = [min(count, width) for count in drafted]
         draft_seconds = pair.drafting(forwards) if asks else 0.0001 * forwards
+        draft_seconds += 0.0 if whole is not None or not length.needs_q else pair.host * forwards
         if forwards and not started:
             draft_seconds, started = draft_seconds + pair.prompt, True
         if pair.turns and rng.random() < 1 / pair.turns:

@@ -139,6 +139,21 @@ def test_on_cards_and_with_prompts_to_read_it_keeps_up_with_the_best_fixed_lengt
     assert simulated.cards()[name](Adaptive(), 1) >= 0.97 * CARDS[name]["best fixed"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "7 billion, cheap draft, switching, 32 calls of 1 x 64",
+        "7 billion, cheap draft, poor, 32 calls of 8 x 64",
+        "1 billion, usual draft, switching, 32 calls of 8 x 64",
+        "expensive draft, informative, 32 calls of 1 x 64",
+        "16,384 tokens of context, poor, 32 calls of 64",
+    ],
+)
+def test_a_length_that_is_chosen_before_a_draft_costs_less_than_waiting_for_the_device(name):
+    waits, at_once = (simulated.cards(16, simulated.HOST, whole)[name](Adaptive(), 1) for whole in (False, True))
+    assert at_once >= 0.99 * waits
+
+
 def test_short_calls_profit_from_earlier_ones():
     source, pair = SOURCES["switching"], PAIRS[1]
     cold = warm = 0.0

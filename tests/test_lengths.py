@@ -178,3 +178,13 @@ def test_a_lookup_of_few_rows_is_cut_to_what_it_is_worth():
     assert length.fit(found) == 1  # a probe
     length.budget(ONE)
     assert length.fit([8]) == 8
+
+
+def test_a_length_may_be_known_before_the_draft():
+    assert Fixed(4).start().ahead(3) == 3
+    assert Confidence().start().ahead(8) is None
+    length = Adaptive(costs=COSTS).start()
+    length.budget(ONE)
+    assert length.ahead(8) is None  # nothing is captured
+    length.prompt_read(100, columns=lambda count, rows: 8 if count > 1 else 1)
+    assert [length.ahead(most) for most in (1, 2, 7)] == [1, 2, 2]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import fmean
 
 import torch
 
@@ -22,6 +23,8 @@ LONGEST = 16
 CAPTURED = (7, 15)
 """The same where each shape of a forward pass is captured, so that it has 8 or 16 columns; the second with one row, after
 `ENOUGH` drafts."""
+AT_ONCE = (2, 4, *CAPTURED)
+"""Lengths of chains that are captured as one function: a few, because each capture takes time."""
 DEEPEST = 64
 """Depth of a tree whose size the drafter chooses: a limit that is hardly ever reached."""
 CREDIT = 6.0
@@ -160,6 +163,8 @@ class _Adaptive(Length):
             else pickle.loads(pickle.dumps(earlier.known))  # a copy, made in a sixth of deepcopy's time
         )
         self.local: dict[int, DecayedMean] = {}  # by row: seconds per token in its last rounds
+        # by row: whether the target took none, some or all of the tokens of its last draft: 0, 1, 2
+        self.last: dict[int, int] = {}
         self.reached: dict[int, int] = {}  # by row: tokens committed in this call
         self.slowest = _SLOWEST
         self.room: float | None = None  # tokens of an answer; None where rows get other texts
@@ -176,6 +181,7 @@ class _Adaptive(Length):
         self.asked_for = 0  # tokens; 0 in a round without a draft
         self.forwards = 0  # forward passes of the draft
         self.asked = False  # `go_on` was called
+        self.at_once = 0  # tokens that `ahead` has chosen
         self.probing = False
         self.prices: dict[int, float] = {}  # by row
         self.survival: dict[int, float] = {}  # by row: probability that all its drafted tokens are accepted
@@ -211,6 +217,7 @@ class _Adaptive(Length):
 
     def renew(self, row: int) -> None:
         self.slowest = 0.0
+        self.last.pop(row, None)
 
     def prompt_read(
         self, room: int, prompt_seconds: float = 0.0, columns: Columns | None = None, is_short: bool = False
@@ -245,6 +252,25 @@ class _Adaptive(Length):
         if not self.sized_by_drafter and not known.asks:
             self.asked_for = self._first_guess() if known.asks is None else self._best_block()
         return self.asked_for
+
+    def ahead(self, budget: int) -> int | None:
+        known = self.known
+        if self.columns is None:
+            return None
+        if not known.verify.knots:
+            self.at_once = min(self._first_guess(), budget)
+            return self.at_once
+        rows = [accumulate(known.acceptance.chain(budget, self.last.get(row)), mul) for row in self.unfinished]
+        accepted = list(accumulate(map(fmean, zip(*rows, strict=True)), initial=0.0))
+        draft, plain = known.draft, self._verify(1)
+        price = min(plain, known.pace.mean(plain))
+
+        def gain(tokens: int) -> float:
+            drafting = draft.at(tokens) if draft.knots else tokens * known.draft_cost * plain
+            return accepted[tokens] * price - self._verify(1 + tokens) - drafting
+
+        self.at_once = max((min(size, budget) for size in AT_ONCE), key=gain)
+        return self.at_once
 
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         acceptance = self.known.acceptance
@@ -307,6 +333,8 @@ class _Adaptive(Length):
         known, rows = self.known, round.unfinished
         committed, advance = round.mean(round.kept), self._advance(round)
         drafted = max(round.drafted[row] for row in rows)
+        if self.forwards == 1 and not self.asked:
+            self.forwards = max(1, self.at_once)
         known.verify.add(self._columns(1 + drafted), round.verify_seconds)
         if drafted == 0:
             known.plain_at = known.rounds
@@ -320,6 +348,8 @@ class _Adaptive(Length):
                 reading = round.draft_seconds - (self._draft_cost() if known.draft.knots else 0.0)
                 known.reading.add(max(0.0, reading), self.prompt_seconds, KEEP_LOCAL)
             self._learn(round, drafted, behind)
+        taken = {row: (round.accepted[row], round.drafted[row]) for row in rows if round.drafted[row]}
+        self.last = {row: 2 if accepted == count else min(accepted, 1) for row, (accepted, count) in taken.items()}
         self.missed = 0.0 if drafting else self.missed + committed
         if not known.verify.knots:
             return
@@ -402,7 +432,7 @@ class _Adaptive(Length):
         """Take in the seconds and the outcome of a draft. drafted: nodes of the longest row. behind: the draft first read
         tokens that it had missed."""
         known = self.known
-        asks = self.asked or self.forwards > 1 or bool(known.asks)
+        asks = self.asked or self.at_once > 0 or self.forwards > 1 or bool(known.asks)
         if known.asks is None and not asks:
             known.draft = Timings(self.maximum, 0.0)  # a block takes about as long for any number of tokens
         known.asks = asks
@@ -424,7 +454,7 @@ class _Adaptive(Length):
             outcomes.append((self.confidences.get(row, ()), accepted, accepted + rejected))
             rejected = accepted < round.depths[row] and round.kept[row] > accepted
             found.append(((), accepted, accepted + rejected))
-        known.acceptance.learn(outcomes, self.drawn)
+        known.acceptance.learn(outcomes, self.drawn, [self.last.get(row) for row in round.unfinished])
         if not self.asked and len(round.unfinished) > 1:
             known.found.learn(found)
 

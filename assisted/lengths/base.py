@@ -69,6 +69,11 @@ class Length:
         """Whether to run the draft for one more token, at `position` (0-based, at least 1). Called before its forward pass."""
         return True
 
+    def ahead(self, budget: int) -> int | None:
+        """How many of at most `budget` tokens to draft where a captured function drafts all of them, without asking `run_again`
+        and `go_on`; None if they must be asked. Called at most once a round, after `budget`; they may be asked nevertheless."""
+        return None if self.needs_q or type(self).run_again is not Length.run_again else budget
+
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:
         """Which rows propose a token at `position` (0-based). Called before the token is drawn from q, and only if `needs_q`.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from .cost_model import KEEP, PRIOR, DecayedMean
@@ -104,6 +105,7 @@ class Acceptance:
         self.rates = Rates(levels=5, ranks=1)
         self.rejected = DecayedMean()  # rejected tokens, of those that the confidences predicted
         self.by_position: list[DecayedMean] = []
+        self.after: dict[int, list[DecayedMean]] = {}  # the same by what became of the row's last draft
         self.next: dict[int | None, DecayedMean] = {}  # by bin: `accept` of the token after it; None for all bins
 
     def accept(self, confidence: float, position: int, sampled: bool = False) -> float:
@@ -114,12 +116,16 @@ class Acceptance:
         """
         return self.rates.at((confidence,), _level(position), (self._guess(confidence, sampled),))[0]
 
-    def chain(self, longest: int) -> list[float]:
-        """Acceptance rates by position, where no confidence is known. Each is combined with the one before it."""
+    def chain(self, longest: int, last: int | None = None) -> list[float]:
+        """Acceptance rates by position, where no confidence is known. Each is combined with the one before it.
+
+        last: what became of the row's last draft, a number as for `learn`; None if there was none.
+        """
         found, above = [], 0.5
         for position in range(longest):
-            if position < len(self.by_position):
-                above = self.by_position[position].mean(above, PRIOR)
+            for seen in (self.by_position, self.after.get(-1 if last is None else last, ())):
+                if position < len(seen):
+                    above = seen[position].mean(above, PRIOR)
             found.append(above)
         return found
 
@@ -140,17 +146,23 @@ class Acceptance:
         for bin in (None, confidence_bin(confidence)):
             self.next.setdefault(bin, DecayedMean()).add(accept)
 
-    def learn(self, rows: Sequence[tuple[Sequence[float], int, int]], sampled: bool = False) -> None:
+    def learn(
+        self,
+        rows: Sequence[tuple[Sequence[float], int, int]],
+        sampled: bool = False,
+        last: Sequence[int | None] | None = None,
+    ) -> None:
         """Take in the outcome of a round.
 
         rows: of each row, the confidences of its drafted tokens (empty if they are not known), the number of accepted ones, and
-        the number of those that were judged.
+        the number of those that were judged. last: of each row, what became of the draft before; None where there was none.
         """
         self.rounds += 1
-        for seen in (self.rejected, *self.by_position, *self.next.values()):
+        for seen in (self.rejected, *self.by_position, *chain(*self.after.values()), *self.next.values()):
             seen.add(0.0, 0.0, KEEP)
         outcomes: list[Outcome] = []
-        for confidences, accepted, judged in rows:
+        for (confidences, accepted, judged), before in zip(rows, last or [None] * len(rows), strict=True):
+            tables = [self.by_position] if before is None else [self.by_position, self.after.setdefault(before, [])]
             for position in range(judged):
                 right = position < accepted
                 if position < len(confidences):
@@ -158,9 +170,9 @@ class Acceptance:
                     outcomes.append(((confidence,), _level(position), (right,)))
                     self.rejected.add(not right, 1 - _prior(confidence, sampled))
                     continue
-                while len(self.by_position) <= position:
-                    self.by_position.append(DecayedMean())
-                self.by_position[position].add(right)
+                for table in tables:
+                    table += [DecayedMean() for _ in range(position + 1 - len(table))]
+                    table[position].add(right)
         self.rates.learn(outcomes)
 
     def _guess(self, confidence: float, sampled: bool) -> float:

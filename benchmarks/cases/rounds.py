@@ -32,6 +32,7 @@ DRAFTS = {
     "Medusa, 4 tokens": ("zoo:medusa", 4),
     "EAGLE-3, 4 tokens": ("zoo:eagle3", 4),
     "EAGLE-3 chain, 4 tokens": (Eagle("zoo:eagle3", tree=False), 4),
+    "EAGLE-3 chain, adaptive": (Eagle("zoo:eagle3", tree=False), "adaptive"),
     "EAGLE-3, adaptive": ("zoo:eagle3", "adaptive"),
     "suffix + EAGLE-3, 4 tokens": (["suffix", "zoo:eagle3"], 4),
 }

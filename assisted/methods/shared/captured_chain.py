@@ -12,7 +12,6 @@ from ...core.drafts import Draft
 from ...distribution import probabilities
 from ...engine.kept import Entries
 from ...engine.passes import Runner
-from ...lengths.base import Length
 from .base import Call, Drafting
 
 
@@ -22,6 +21,7 @@ class CapturedChain(Drafting):
     call: Call
     entries: Entries
     broken: torch.Tensor | None
+    has_more: bool
 
     @functools.cached_property
     def size(self) -> int:
@@ -47,8 +47,9 @@ class CapturedChain(Drafting):
         ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. whole: whether the model reads
         the last token, too. Returns what the captured function returns besides, too.
         """
-        count, key = self.count_ahead(budget), self.call.distribution.of_logits
-        if count is None or key is None:
+        key = self.call.distribution.of_logits
+        count = None if key is None else self.call.length.ahead(budget)
+        if count is None:
             return None
         key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
         function = functools.partial(self._at_once, count, logits, whole)
@@ -56,6 +57,7 @@ class CapturedChain(Drafting):
         if found is None:
             return None
         tokens, lengths, self.broken, *more = found
+        self.has_more = False
         q = more.pop(0) if self.call.distribution.do_sample else None
         return Draft(tokens, lengths, q), more
 
@@ -87,8 +89,3 @@ class CapturedChain(Drafting):
         found = torch.cat(best, 1)
         made = [torch.cat(tokens, 1), found.isfinite().cumprod(1).sum(1), found.isnan().any()]
         return [*made, torch.stack(distributions, 1)] if distributions else made
-
-    def count_ahead(self, budget: int) -> int | None:
-        """How many tokens a draft has, if that does not depend on what is drafted; None otherwise."""
-        length = self.call.length
-        return None if length.needs_q or type(length).run_again is not Length.run_again else budget

@@ -24,6 +24,7 @@ class ChainDrafting(CapturedChain):
     def __init__(self, call: Call):
         self.call, self.entries = call, Entries()  # entries: of the logits in `draft_chain`
         self.broken: torch.Tensor | None = None  # one bool: the last round had NaN logits; read in the next one
+        self.has_more = False  # whether these include some after which nothing was proposed
 
     def fitted(self, logits: torch.Tensor, text: Text) -> torch.Tensor:
         """[..., V'] logits of the model -> [..., V], on the text's device. What one of the two lacks is never drafted."""
@@ -73,7 +74,7 @@ class ChainDrafting(CapturedChain):
                 break
             logits = read(tokens[-1])
         found = torch.cat(best, 1)
-        self.broken = found.isnan().any()
+        self.broken, self.has_more = found.isnan().any(), len(best) > len(tokens)
         if not tokens:
             return Draft.empty(text.rows, text.ids.device)
         # where processors forbid every token that the draft has, the row's draft ends
@@ -116,7 +117,7 @@ class ChainDrafting(CapturedChain):
 
     def see_lengths(self, round: Round, proposed: Draft | None) -> None:
         """Forget `broken` if all rows of a draft are as long as it is wide: NaN ends a row's draft. Lengths are on the host."""
-        if round.draft.is_that_of(proposed) and not self.call.length.needs_q:
+        if round.draft.is_that_of(proposed) and not self.has_more:
             whole = all(round.drafted[row] == round.draft.width for row in round.unfinished)
             self.broken = None if whole else self.broken
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from alone import drafts_of
 from architectures import build, half_right, random_ids
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
-from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
+from covering import in_turns
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, require_plain, said_by
+from test_sampling import require_distribution, tiny
 from torch import nn
 
-from assisted import AssistedModelForCausalLM, Merged, Pard
+from assisted import AssistedModelForCausalLM, Pard
 from assisted.methods.draft_model.pard import PardDrafter
 from assisted.methods.draft_model.pard2 import FILE, Pard2Drafter, Pard2Drafting
 
@@ -53,8 +54,7 @@ def alone(target: Any, drafter: Any, text: list[int], masks: int, reads: bool = 
     return found
 
 
-@pytest.mark.parametrize("fast", ["auto", "eager"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+@pytest.mark.parametrize(("name", "fast"), in_turns(["llama", "gpt2", "qwen2"], ["auto", "eager"]))
 def test_a_draft_is_what_text_states_and_masks_say(
     name: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,9 +64,7 @@ def test_a_draft_is_what_text_states_and_masks_say(
     assert type(model.drafter) is Pard2Drafter
     seen, inputs = drafts_of(monkeypatch, Pard2Drafting, few_features), prompt(rows=3)
     kwargs = CALL | {"attention_mask": inputs["attention_mask"], "eos_token_id": ENDS}
-    with no_fallback():
-        ours = model.generate(inputs["ids"], **kwargs)
-    assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
+    require_plain(model, inputs["ids"], **kwargs)
     assert len(seen) > 5
     without = []
     for rows, unfinished, proposed, _ in seen:
@@ -81,10 +79,7 @@ def test_sampling_follows_the_targets_distribution(tmp_path: Path) -> None:
     target = tiny(0, layers=2)
     folder = str(saved(target, tmp_path, pard2_target_layers=[-1, 1], pard_token=3))
     model = AssistedModelForCausalLM.from_models(target, folder, draft_length=2)
-    torch.manual_seed(21)
-    ids = model.generate(PROMPT, max_new_tokens=3, do_sample=True, num_return_sequences=SEQUENCES, top_k=0)
-    assert model.totals.accepted > 0
-    assert p_value(counts(ids), exact_distribution(target, 3, top_k=0)) > ALPHA
+    require_distribution(model, seed=21)
 
 
 def test_turns_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,18 +94,6 @@ def test_turns_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         text = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
     for (row,), _, proposed, _ in seen:
         assert proposed.tokens[0].tolist() == alone(target, model.drafter, row, proposed.width - 1)
-
-
-def test_beside_others(tmp_path: Path) -> None:
-    target = build(BY_NAME["llama"])
-    folder = str(saved(target, tmp_path))
-    inputs = prompt(rows=2)
-    kwargs = CALL | {"attention_mask": inputs["attention_mask"]}
-    for spec in (["suffix", folder], Merged((folder, half_right(target, 2)))):
-        model = AssistedModelForCausalLM.from_models(target, spec, draft_length=4)
-        with no_fallback():
-            ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
 
 
 def test_a_saved_pair_drafts_the_same(tmp_path: Path) -> None:

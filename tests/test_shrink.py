@@ -16,8 +16,8 @@ from block_heads import trained_block
 from eagle_heads import trained_head
 from methods import in_parallel
 from mtp_heads import trained_mtp
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by
-from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
+from pairs import BY_NAME, CALL, ENDS, prompt, require_plain, said_by
+from test_sampling import require_distribution, tiny
 from torch import nn
 from transformers import AutoConfig
 
@@ -121,9 +121,7 @@ def test_texts_are_the_targets(kind: str, fast: str, monkeypatch: pytest.MonkeyP
     for rows in (1, 3):
         inputs = prompt(rows)
         kwargs = CALL | {"attention_mask": inputs["attention_mask"], "eos_token_id": ENDS if rows > 1 else None}
-        with no_fallback():
-            ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
+        require_plain(model, inputs["ids"], **kwargs)
     own = [
         token
         for draft in seen
@@ -142,12 +140,7 @@ def test_sampling_follows_the_targets_distribution(kind: str) -> None:
     draft = limited(half_right(target), torch.arange(0, target.config.vocab_size, 2))
     spec = DraftTree(draft, nodes=8, beam=4, candidates=4) if kind == "trees" else draft
     model = AssistedModelForCausalLM.from_models(target, spec, draft_length=2)
-    torch.manual_seed(21)
-    ids = model.generate(
-        PROMPT, max_new_tokens=3, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, top_k=0
-    )
-    assert model.totals.accepted > 0
-    assert p_value(counts(ids), exact_distribution(target, 3, top_k=0)) > ALPHA
+    require_distribution(model, seed=21)
 
 
 # ---- the command
@@ -194,9 +187,7 @@ def test_a_head_is_written(kind: str, tmp_path: Path) -> None:
     for rows in (1, 3):
         inputs = prompt(rows)
         kwargs = CALL | {"attention_mask": inputs["attention_mask"]}
-        with no_fallback():
-            ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
+        require_plain(model, inputs["ids"], **kwargs)
     again = shrunk_head(made, torch.tensor([3, 7, 19]), target)
     assert again.draft_tokens.tolist() == [3, 7, 19]
     torch.testing.assert_close(again.logits(states, target), own[..., [3, 7, 19]].to(own.dtype))

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from pairs import BY_NAME, CALL, no_fallback, tokenizer
+from pairs import BY_NAME, CALL, require_plain, tokenizer
 
 from assisted import AssistedModelForCausalLM, DraftModel, DraftTree
 from assisted.engine.cache import SlotCache
@@ -63,8 +63,7 @@ def test_a_tree_of_1024_nodes_changes_no_token(name: str) -> None:
     model = AssistedModelForCausalLM.from_models(target, draft=spec, draft_length=12)
     widths = []
     model.watch = lambda round: widths.append(round.draft.width)
-    with no_fallback():
-        assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    require_plain(model, ids, **CALL)
     assert max(widths) == LARGEST
     assert model.report.tokens_per_pass > 2
 

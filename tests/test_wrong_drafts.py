@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import in_turns
 from pairs import CALL, no_fallback, pair, prompt
 
 from assisted import AssistedModelForCausalLM
@@ -75,16 +76,10 @@ class WrongDrafting(Drafting):
         return self.make(text.rows) if self.calls == 3 else right(text.rows)
 
 
-@pytest.mark.parametrize(
-    ("what", "rows", "lockstep"),
-    [
-        (what, rows, bool((number + place) % 2))
-        for number, what in enumerate(WRONG)
-        for place, rows in enumerate((1, 3))
-    ],
-)
-def test_a_wrong_draft_costs_no_token(what: str, rows: int, lockstep: bool) -> None:
-    target, _ = pair()
+@pytest.mark.parametrize(("what", "way"), in_turns(list(WRONG), [(1, False), (3, True), (3, False), (1, True)]))
+def test_a_wrong_draft_costs_no_token(what: str, way: tuple[int, bool]) -> None:
+    """Of one row or three, judged apart or in lockstep."""
+    target, (rows, lockstep) = pair()[0], way
     mode = {"logits_processor": [lambda ids, scores: scores]} if lockstep else {}
     model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4)
     model.drafter = Wrong(WRONG[what])
@@ -109,8 +104,7 @@ def test_a_right_draft_is_taken() -> None:
     assert model.report.drafted > 0
 
 
-@pytest.mark.parametrize("together", [CombinedDrafter, MergedDrafter])
-@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize(("what", "together"), in_turns(list(WRONG), [CombinedDrafter, MergedDrafter]))
 def test_a_wrong_draft_among_others_costs_no_token(what: str, together: Any) -> None:
     target, _ = pair()
     model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4)

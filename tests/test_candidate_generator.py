@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import half_right
-from pairs import CALL, ENDS, no_fallback, pair, prompt, said_by
+from covering import in_turns
+from pairs import CALL, ENDS, no_fallback, pair, prompt, require_plain, said_by
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper
@@ -107,9 +108,7 @@ def test_batches_have_a_generator_for_each_row(honest):
     given = prompt(4)
     inputs = {"inputs": given["ids"], "attention_mask": given["attention_mask"]}
     call = CALL | {"eos_token_id": ENDS}
-    with no_fallback():
-        ours = model.generate(**inputs, **call)
-    assert ours.tolist() == said_by(pair()[0], **inputs, **call).tolist()
+    require_plain(model, **inputs, **call)
     assert model.totals.accepted > 3
     assert [ids[0, :3].tolist() for ids in seen] == [given["ids"][row, 2 * row :][:3].tolist() for row in range(4)]
     assert model.generate(**inputs, **(call | {"do_sample": True})).shape[0] == 4
@@ -152,8 +151,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("answer", HOSTILE)
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(("answer", "do_sample"), in_turns(list(HOSTILE), [False, True]))
 def test_what_does_not_fit_costs_speed_alone(answer, do_sample):
     hostile, said = HOSTILE[answer]
     ids, call = prompt()["ids"], CALL | {"do_sample": do_sample}

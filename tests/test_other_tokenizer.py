@@ -6,14 +6,13 @@ import copy
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
-from covering import over
+from covering import in_turns, over
 from made_tokenizers import byte_level, characters, pieces
-from pairs import BY_NAME, CALL, ENDS, no_fallback, said_by
-from test_sampling import ALPHA, NEW_TOKENS, PROMPT, SEQUENCES, VOCABULARY, counts, exact_distribution, p_value, tiny
+from pairs import BY_NAME, CALL, ENDS, require_plain
+from test_sampling import PROMPT, VOCABULARY, require_distribution, tiny
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
-from assisted.lengths import Fixed
 from assisted.methods import ModelDrafter
 from assisted.methods.other_tokenizer.draft import TranslatedDrafter, TranslatedDrafting, _Choice
 
@@ -45,9 +44,9 @@ def _checked(monkeypatch):
     monkeypatch.setattr(TranslatedDrafting, "_read_committed", checked)
 
 
-def made(target, draft, ours, theirs, ways=("text", "tokens"), **kwargs):
+def made(target, draft, ours, theirs, ways=("text", "tokens"), draft_length=4):
     model = AssistedModelForCausalLM.from_models(
-        target, draft=draft, tokenizer=ours, draft_tokenizer=theirs, draft_length=4, **kwargs
+        target, draft=draft, tokenizer=ours, draft_tokenizer=theirs, draft_length=draft_length
     )
     assert isinstance(model.drafter, TranslatedDrafter)
     model.drafter.ways = ways
@@ -91,9 +90,7 @@ def test_the_shipped_pair_equals_plain(shipped, ways):
     shipped.reset_totals()
     for texts in (CODE[:1], CODE):
         inputs = tokenizer(texts, return_tensors="pt", padding=True)
-        plain = said_by(shipped.target, **inputs, max_new_tokens=40, do_sample=False)
-        with no_fallback():
-            assert shipped.generate(**inputs, max_new_tokens=40, do_sample=False).tolist() == plain.tolist()
+        require_plain(shipped, **inputs, max_new_tokens=40, do_sample=False)
     assert shipped.totals.accepted > 0
 
 
@@ -105,34 +102,29 @@ def test_every_architecture_equals_plain(architecture):
     model = made(target, draft, characters(), characters(PAIRS, swapped=3))
     for ids, mask in (padded(random_ids(target, 1, 20, 20)), padded(random_ids(target, 4, 12, 4))):
         call = CALL | {"attention_mask": mask, "use_cache": True, "eos_token_id": ENDS if len(ids) > 1 else None}
-        plain = target.generate(ids, **call)
-        with no_fallback():
-            assert model.generate(ids, **call).tolist() == plain.tolist()
+        require_plain(model, ids, **call)
     assert model.totals.accepted > 0
 
 
-@pytest.mark.parametrize("ways", WAYS, ids="-".join)
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (characters(), characters(PAIRS, bos=True)),
-        (characters(PAIRS), characters(swapped=SWAPPED)),
-        (characters(PAIRS, bos=True), characters(PAIRS[::-1], entries=80)),
-        (byte_level(), pieces("legacy")),
-        (pieces("first"), byte_level(bos=True)),
-        (pieces("legacy"), pieces("always", 600)),
-    ],
-    ids=["bos", "pairs", "smaller", "bytes-pieces", "pieces-bytes", "pieces-pieces"],
-)
-def test_every_kind_of_tokenizer_equals_plain(ours, theirs, ways):
+KINDS = {
+    "bos": lambda: (characters(), characters(PAIRS, bos=True)),
+    "pairs": lambda: (characters(PAIRS), characters(swapped=SWAPPED)),
+    "smaller": lambda: (characters(PAIRS, bos=True), characters(PAIRS[::-1], entries=80)),
+    "bytes-pieces": lambda: (byte_level(), pieces("legacy")),
+    "pieces-bytes": lambda: (pieces("first"), byte_level(bos=True)),
+    "pieces-pieces": lambda: (pieces("legacy"), pieces("always", 600)),
+}
+
+
+@pytest.mark.parametrize(("kind", "ways"), in_turns(list(KINDS), WAYS))
+def test_every_kind_of_tokenizer_equals_plain(kind, ways):
     """Random models write random tokens: bytes that are no characters, special tokens, text cut in no tokenizer's way."""
+    ours, theirs = KINDS[kind]()
     target, draft = (build(BY_NAME["llama"], seed, vocab_size=len(t)) for seed, t in enumerate((ours, theirs)))
     model = made(target, draft, ours, theirs, ways)
     for rows in (1, 4):
         ids, mask = padded(random_ids(target, rows, 14, rows))
-        plain = said_by(target, ids, attention_mask=mask, **CALL)
-        with no_fallback():
-            assert model.generate(ids, attention_mask=mask, **CALL).tolist() == plain.tolist()
+        require_plain(model, ids, attention_mask=mask, **CALL)
     assert model.totals.drafted > 0
 
 
@@ -147,30 +139,16 @@ def test_rows_that_stay_in_step_equal_plain():
 
     ids, mask = padded(random_ids(target, 3, 12, 1))
     call = CALL | {"attention_mask": mask, "logits_processor": LogitsProcessorList([Odd()])}
-    plain = target.generate(ids, **call)
-    with no_fallback():
-        assert model.generate(ids, **call).tolist() == plain.tolist()
+    require_plain(model, ids, **call)
 
 
-@pytest.mark.parametrize("policy", ["confidence", "adaptive", Fixed(1)], ids=str)
-def test_draft_lengths(shipped, policy):
-    inputs = shipped.tokenizer(CODE[0], return_tensors="pt")
-    plain = shipped.target.generate(**inputs, max_new_tokens=40, do_sample=False)
-    with no_fallback():
-        assert shipped.generate(**inputs, max_new_tokens=40, do_sample=False, draft_length=policy).equal(plain)
-    assert shipped.report.drafted > 0
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
-@pytest.mark.parametrize("context", [8, 24])
+@pytest.mark.parametrize(("name", "context"), in_turns(["gpt2", "bloom", "llama"], [24, 8]))
 def test_the_context_of_the_draft_ends(name, context):
     target = build(BY_NAME[name])
     model = made(target, build(BY_NAME[name], max_position_embeddings=context), characters(), characters(PAIRS))
     ids, mask = padded(random_ids(target, 2, 12, 3))
     call = CALL | {"max_new_tokens": 40, "attention_mask": mask}
-    plain = target.generate(ids, **call)
-    with no_fallback():
-        assert model.generate(ids, **call).tolist() == plain.tolist()
+    require_plain(model, ids, **call)
 
 
 # --- the same model under other ids
@@ -214,7 +192,7 @@ def sampler(theirs, ways):
     with torch.no_grad():
         for weight, aim in zip(draft.parameters(), target.parameters(), strict=True):
             weight.lerp_(aim, 0.6)
-    return made(target, draft, FIVE, theirs, ways)
+    return made(target, draft, FIVE, theirs, ways, draft_length=2)
 
 
 SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"top_p": 0.8, "repetition_penalty": 1.5}]
@@ -236,13 +214,7 @@ IN_DEFAULT = [("pairs", (("tokens", "text"), 1)), ("no shared c", (("tokens",), 
 def test_sampling_follows_the_targets_distribution(ways, theirs, setting, monkeypatch):
     monkeypatch.setattr(_Choice, "trials", 1)  # rounds take turns
     model = sampler(OTHERS[theirs], ways)
-    torch.manual_seed(3)
-    kwargs = {"top_k": 0} | setting
-    ids = model.generate(
-        PROMPT, max_new_tokens=NEW_TOKENS, do_sample=True, num_return_sequences=SEQUENCES, draft_length=2, **kwargs
-    )
-    assert 0 < model.report.accepted < model.report.drafted
-    assert p_value(counts(ids), exact_distribution(model.target, **kwargs)) > ALPHA
+    require_distribution(model, seed=3, **setting)
 
 
 def test_q_is_the_distribution_of_the_draft_on_what_both_can_say(monkeypatch):
@@ -325,8 +297,7 @@ def test_a_pair_is_saved_with_both_tokenizers(tmp_path, from_folder):
     assert AutoTokenizer.from_pretrained(tmp_path / "pair" / "draft").get_vocab() == theirs.get_vocab()
     assert AutoTokenizer.from_pretrained(tmp_path / "pair").get_vocab() == characters().get_vocab()
     ids = random_ids(target, 1, 12, 1)
-    with no_fallback():
-        assert again.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    require_plain(again, ids, **CALL)
     assert again.report.accepted > 0
 
 

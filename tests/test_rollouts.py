@@ -76,8 +76,7 @@ def test_rewards_have_the_distribution_of_the_present_weights(draft: str) -> Non
     assert p_value(observed, before) < ALPHA, "or it would prove nothing: the policy has to have changed"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("fast", ["auto", "eager"])
+@pytest.mark.parametrize(("quantization", "fast"), [("int8", "auto"), ("int4", "eager")])
 def test_a_copy_follows_the_training(quantization: str, fast: str) -> None:
     pair = AssistedModelForCausalLM.from_pretrained(
         "zoo:target", draft=QuantizedSelf(quantization), dtype=torch.float32, fast=fast, draft_length=4

@@ -178,6 +178,26 @@ def test_the_shipped_hybrid_is_captured(draft):
     assert model.graphs.reason is None
 
 
+@pytest.mark.parametrize("name,sampled", [("qwen3_next", False), ("nemotron_h", False), ("qwen3_next", True)])
+def test_a_draft_with_states_is_captured(name, sampled):
+    target = build(BY_NAME["llama"])
+    draft = build(BY_NAME[name])
+    model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3, fast="auto")
+    if not sampled:
+        check(target, model)
+        check(target, model, 1)
+    said = []
+    for fast in ("eager", "auto", "auto"):
+        model.fast = fast
+        torch.manual_seed(0)
+        with no_fallback():
+            text = model.generate(random_ids(target, 2, 9), **CALL | {"do_sample": sampled, "max_new_tokens": 12})
+        said.append((text.tolist(), model.report.drafted, model.report.accepted))
+    assert said[0] == said[1] == said[2]
+    assert model.drafter.graphs.replays > 5
+    assert model.drafter.graphs.reason is None
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_states_of_two_texts_in_turns(name):
     """A session that another call interrupts keeps its slots and states."""
@@ -327,8 +347,8 @@ def test_a_call_after_warm_up_captures_nothing(name, rows, do_sample):
 
 
 def passes_of(holder):
-    """The shapes of captured forward passes; a draft with states has none."""
-    return holder.captures and {shape for shape in holder.captures.held if isinstance(shape, capture.Shape)}
+    """The shapes of captured forward passes."""
+    return {shape for shape in holder.captures.held if isinstance(shape, capture.Shape)}
 
 
 def test_what_differs_when_it_is_captured_ahead_runs_eagerly(monkeypatch):

@@ -32,7 +32,8 @@ class RecurrentDrafter(ModelDrafter):
 
     def runner(self, cache: SlotCache, settings: CallSettings, encoded: Encoded | None = None) -> CachedModel:
         kind = CachedModel if self.needs.lockstep else target_runner
-        return kind(prepare(self.kept.of(self.model), settings, self.fused), cache, self.masks)
+        model = self.kept.of(self.model)
+        return self.graphs.serve(kind(prepare(model, settings, self.fused), cache, self.masks), model, settings)
 
     def start(self, call: Call) -> Drafting:
         return RecurrentDrafting(self, call)

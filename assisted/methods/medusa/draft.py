@@ -4,6 +4,7 @@ Drafting needs no forward pass: all heads read the same state.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -142,10 +143,10 @@ class MedusaDrafting(Drafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.text = text
+        if self.drafter.sizes_trees and self.call.target.masks.trees:
+            return self._tree(text, budget)
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
-        if self.drafter.sizes_trees and self.call.target.masks.trees:
-            return self._tree(text, logits.float())
         tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
         return Draft(tokens, torch.full_like(tokens[:, 0], tokens.shape[1]))
 
@@ -175,12 +176,24 @@ class MedusaDrafting(Drafting):
             self.rates.learn(outcomes)
         self.guesses = {}
 
-    def _tree(self, text: Text, logits: torch.Tensor) -> Draft:
-        """A tree of the most probable paths for each unfinished row, of a worthwhile size. logits: [D, B, V] float32."""
+    def _best(self, budget: int, states: torch.Tensor) -> list[torch.Tensor]:
+        """The best tokens of the first `budget` heads after states [B, H]: probabilities and ids, [D, B, 2 k] float64."""
+        heads = self.drafter.heads
+        logits = heads(states, self.drafter.target.get_output_embeddings(), budget).float()  # [D, B, V]
+        best, columns = logits.softmax(-1).topk(min(self.drafter.spec.candidates, logits.shape[-1]))
+        return [torch.cat([best.double(), heads.tokens(columns).double()], -1)]
+
+    def _tree(self, text: Text, budget: int) -> Draft:
+        """A tree of the most probable paths for each unfinished row, of a worthwhile size and at most `budget` levels."""
         drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
-        best, columns = logits.softmax(-1).topk(min(spec.candidates, logits.shape[-1]))  # [D, B, k]
-        sure, tokens = best.tolist(), drafter.heads.tokens(columns).tolist()
-        limit = spec.nodes or (NODES_CPU if logits.device.type == "cpu" else NODES)
+        find = functools.partial(self._best, budget)
+        weights = tuple(weight.data_ptr() for weight in drafter.heads.parameters())
+        found = self.call.target.compute(("medusa", budget, spec.candidates, weights), find, self.states)
+        (best,) = find(self.states) if found is None else found
+        half, table = best.shape[-1] // 2, best.tolist()
+        sure = [[of_row[:half] for of_row in of_head] for of_head in table]
+        tokens = [[list(map(int, of_row[half:])) for of_row in of_head] for of_head in table]
+        limit = spec.nodes or (NODES_CPU if best.device.type == "cpu" else NODES)
         trees = [best_paths([], 0)] * text.rows
         for row in growing:
             if math.isnan(sure[0][row][0]):

@@ -20,6 +20,7 @@ MOST = {
     ("Medusa, 4 tokens", "sampled"): {1: (26.5, 2.2, 3.5), 4: (26.2, 2.1, 3.8)},
     ("EAGLE-3, 4 tokens", "greedy"): {1: (48, 5, 7), 4: (52, 5, 7)},
     ("EAGLE-3, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
+    ("EAGLE-3, adaptive", "greedy"): {1: (54.5, 11.5, 6.8)},
     ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (23, 1, 3), 4: (27, 1, 3)},
     ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
 }

@@ -124,7 +124,8 @@ def grow(
     """
     length = call.length
     # the reader finds the best tokens, where nothing else looks at the distribution
-    reader.candidates = None if call.distribution.processors or length.needs_q else limits.candidates
+    whole = call.distribution.processors or (length.needs_q and not length.reads_top)
+    reader.candidates = None if whole else limits.candidates
     top = reader.best() if logits is None else None
     if top is None and logits is None:
         logits = reader.logits()
@@ -140,11 +141,13 @@ def grow(
         else:
             assert logits is not None
             distributions, vocabulary = _distributions(reader, call, text, logits)
-            if length.needs_q:
-                wanted = length.go_on(grown.forwards, distributions[:, 0].to(text.ids.device)).tolist()
-                grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
             found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
             sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
+        if length.needs_q:
+            of_top = top is not None  # then the best probability of each row is all that is read
+            q = torch.tensor([of_row[0][:1] for of_row in sure]) if of_top else distributions[:, 0].to(text.ids.device)
+            wanted = length.go_on(grown.forwards, q).tolist()
+            grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
         began = began or now()  # the device has done its work: the numbers are on the host
         grown.seconds = now() - began
         grown.above, grown.reading = grown.reading, []

@@ -8,11 +8,12 @@ import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
 from covering import in_turns, over
 from made_tokenizers import byte_level, characters, pieces
-from pairs import BY_NAME, CALL, ENDS, require_plain
+from pairs import BY_NAME, CALL, ENDS, no_fallback, require_plain
 from test_sampling import PROMPT, VOCABULARY, require_distribution, tiny
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 
 from assisted import AssistedModelForCausalLM, DraftModel, decoding, zoo
+from assisted.lengths import Fixed
 from assisted.methods import ModelDrafter
 from assisted.methods.other_tokenizer.draft import TranslatedDrafter, TranslatedDrafting, _Choice
 
@@ -140,6 +141,15 @@ def test_rows_that_stay_in_step_equal_plain():
     ids, mask = padded(random_ids(target, 3, 12, 1))
     call = CALL | {"attention_mask": mask, "logits_processor": LogitsProcessorList([Odd()])}
     require_plain(model, ids, **call)
+
+
+@pytest.mark.parametrize("policy", ["confidence", "adaptive", Fixed(1)], ids=str)
+def test_draft_lengths(shipped, policy):
+    inputs = shipped.tokenizer(CODE[0], return_tensors="pt")
+    plain = shipped.target.generate(**inputs, max_new_tokens=40, do_sample=False)
+    with no_fallback():
+        assert shipped.generate(**inputs, max_new_tokens=40, do_sample=False, draft_length=policy).equal(plain)
+    assert shipped.report.drafted > 0
 
 
 @pytest.mark.parametrize(("name", "context"), in_turns(["gpt2", "bloom", "llama"], [24, 8]))

@@ -14,7 +14,7 @@ from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, require_plain, said_
 from test_sampling import require_distribution, tiny
 from torch import nn
 
-from assisted import AssistedModelForCausalLM, Pard
+from assisted import AssistedModelForCausalLM, Merged, Pard
 from assisted.methods.draft_model.pard import PardDrafter
 from assisted.methods.draft_model.pard2 import FILE, Pard2Drafter, Pard2Drafting
 
@@ -94,6 +94,18 @@ def test_turns_of_a_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         text = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
     for (row,), _, proposed, _ in seen:
         assert proposed.tokens[0].tolist() == alone(target, model.drafter, row, proposed.width - 1)
+
+
+def test_beside_others(tmp_path: Path) -> None:
+    target = build(BY_NAME["llama"])
+    folder = str(saved(target, tmp_path))
+    inputs = prompt(rows=2)
+    kwargs = CALL | {"attention_mask": inputs["attention_mask"]}
+    for spec in (["suffix", folder], Merged((folder, half_right(target, 2)))):
+        model = AssistedModelForCausalLM.from_models(target, spec, draft_length=4)
+        with no_fallback():
+            ours = model.generate(inputs["ids"], **kwargs)
+        assert ours.tolist() == said_by(target, inputs["ids"], **kwargs).tolist()
 
 
 def test_a_saved_pair_drafts_the_same(tmp_path: Path) -> None:

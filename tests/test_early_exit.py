@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from architectures import build, random_ids
+from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
 from pairs import BY_NAME, ENDS
@@ -73,8 +74,7 @@ def test_no_token_passes_a_layer_twice(enough, no_fallback):
     assert len(checking) == 1 + rounds
 
 
-@pytest.mark.parametrize("name", ["llama", "bloom", "gemma3"])
-@pytest.mark.parametrize("length", [1, 7, Confidence(0.3, 6)], ids=str)
+@pytest.mark.parametrize(("length", "name"), in_turns([1, 7, Confidence(0.3, 6)], ["gemma3", "bloom", "llama"]))
 def test_ragged_batches_with_processors(name, length, no_fallback):
     """Drafts that end on their own have been read to their end; the others lack the last token."""
     model = build(BY_NAME[name])
@@ -152,8 +152,7 @@ def breaking(monkeypatch, calls, error):
     monkeypatch.setattr(split, "front", front)
 
 
-@pytest.mark.parametrize("calls", [1, 2, 4, 5, 6, 9])
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize(("calls", "name"), in_turns([1, 2, 4, 5, 6, 9], ["llama", "bloom"]))
 def test_a_failure_while_drafting_costs_speed_only(monkeypatch, calls, name):
     model = build(BY_NAME[name])
     ours = pair(model, "early-exit:1")
@@ -206,9 +205,8 @@ def steady_clock(monkeypatch):
 
 @pytest.mark.usefixtures("steady_clock")
 @pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.7, "top_k": 20}], ids=["greedy", "sampling"]
+    ("enough", "sampling"), in_turns([2, 3, 4], [{}, {"do_sample": True, "temperature": 0.7, "top_k": 20}])
 )
-@pytest.mark.parametrize("enough", [2, 3, 4])
 def test_the_layer_that_suffices_is_found(enough, sampling, no_fallback):
     model = target(enough=enough)
     ours = pair(model, "early-exit")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from alone import drafts_of
 from architectures import build, half_right, random_ids
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, said_by, tokenizer
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, require_plain, said_by, tokenizer
 from transformers import AutoModelForCausalLM
 
 from assisted import AssistedModelForCausalLM, Combined, DraftModel, DraftTree, Merged, Pard, Suffix
@@ -24,7 +24,7 @@ from assisted.methods.other_tokenizer.draft import TranslatedDrafter
 from assisted.methods.shared.training.masks import rows_of, seen_by
 
 MASK = 7
-SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral", "bloom", "llama4"]  # also models of 2-D masks, and windows
+SOME = ["llama", "gpt2", "gemma2", "bloom", "llama4"]  # also models of 2-D masks, and windows
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
@@ -104,9 +104,7 @@ def test_turns_of_a_session_and_short_contexts() -> None:
         plain = torch.cat([ours, random_ids(target, 1, 3, seed=9)], 1)
     few = build(BY_NAME["gpt2"], n_positions=24)  # learned positions: there is nothing after the last one
     short = AssistedModelForCausalLM.from_models(few, draft=draft_of(few, noise=0.3), draft_length=8)
-    with no_fallback():
-        ours = short.generate(ids, **CALL | {"max_new_tokens": 12})
-    assert ours.tolist() == few.generate(ids, **CALL | {"max_new_tokens": 12}).tolist()
+    require_plain(short, ids, **CALL | {"max_new_tokens": 12})
 
 
 @pytest.mark.parametrize("several", [Combined, Merged])
@@ -210,7 +208,7 @@ def test_rows_are_dropped_from_the_deepest_first() -> None:
         rows_of(4, 4, 0.5, 0.2, "cpu")
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 @torch.no_grad()
 def test_training_sees_what_drafting_reads(name: str) -> None:
     """The logits of every row in training are those after its text and masks, read alone."""
@@ -240,21 +238,6 @@ def test_what_was_trained_drafts_in_parallel(tmp_path: Any) -> None:
     assert (saved.config.spd_type, saved.config.pard_token, saved.config.pard_tokens) == ("pard", MASK, 3)
     model = AssistedModelForCausalLM.from_models(target, draft=str(tmp_path), tokenizer=tokenizer(), draft_length=8)
     assert isinstance(model.drafter, PardDrafter) and model.drafter.tokens == 3
-
-
-def test_training_makes_the_masks_say_what_the_target_would() -> None:
-    target = build(BY_NAME["llama"])
-    training = trained(target, tokens=2)
-    walk = torch.tensor([[3 + (5 * start + 7 * step) % 80 for step in range(24)] for start in range(8)])
-    optimizer = torch.optim.Adam(training.trained(), lr=3e-3)
-    before = training.loss(walk, 0).item()
-    for step in range(30):
-        optimizer.zero_grad()
-        loss = training.loss(walk, step)
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.7 * before
-    assert training.acceptance(walk)[1].greedy > 0.3
 
 
 def test_settings_of_a_training_are_checked() -> None:

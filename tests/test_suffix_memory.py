@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import os
 import stat
 import subprocess
 import sys
@@ -51,32 +49,6 @@ def test_the_next_model_drafts_what_the_last_one_wrote(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [file.name for file in path.parent.iterdir()] == ["memory"]
     assert memory(path).read() == [*expected[0][12:], END] * 2  # outputs, not prompts
-
-
-def mean(path: Path) -> tuple[int, int, list[int]]:
-    """Accepted tokens, passes and text of the shipped target, which remembers in this file."""
-    spec = Suffix(memory_file=path)
-    model = AssistedModelForCausalLM.from_pretrained("zoo:target", dtype=torch.float32, draft=spec, draft_length=8)
-    assert model.tokenizer is not None
-    inputs = model.tokenizer("def mean(values):", return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=40, do_sample=False)
-    assert model.report is not None
-    return model.report.accepted, model.report.target_passes, output[0].tolist()
-
-
-def test_a_new_process_drafts_what_another_one_wrote(tmp_path: Path) -> None:
-    cold, cold_passes, before = mean(tmp_path / "memory")
-    code = f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_suffix_memory import mean
-        print(mean(sys.argv[1]))
-    """
-    call = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "memory")]
-    run = subprocess.run(call, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    warm, warm_passes, after = ast.literal_eval(run.stdout.splitlines()[-1])
-    assert before == after
-    assert warm > cold + 10 and warm_passes < cold_passes / 2
 
 
 def test_several_writers_leave_a_whole_file(tmp_path: Path) -> None:

@@ -71,14 +71,9 @@ def test_every_method(school, tmp_path, capsys, method, options, places):
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("distill", ["--layers", "1"]),
         ("early-exit", []),
         ("medusa", ["--own-output"]),
         ("eagle", ["--draft-vocab", "30"]),
-        ("eagle", ["--format", "speculators"]),
-        ("mtp", []),
-        ("assistant", []),
-        ("dflash", ["--block", "4", "--selector"]),
     ],
 )
 def test_stored_in_half_precision(school, tmp_path, method, options):

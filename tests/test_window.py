@@ -16,7 +16,7 @@ from covering import in_turns, one_in, only
 from eagle_heads import random_head, trained_head
 from methods import in_parallel
 from mtp_heads import trained_layers, trained_mtp
-from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, tokenizer
+from pairs import BY_NAME, CALL, ENDS, no_fallback, prompt, require_plain, tokenizer
 from test_session import plain_talk, talked, turns, written
 from transformers import DynamicCache
 
@@ -242,9 +242,7 @@ def test_texts_are_plain_and_slots_few(draft: str, fast: str, monkeypatch: pytes
         inputs = prompt(rows, 40)
         kwargs = CALL | {"attention_mask": inputs["attention_mask"], "max_new_tokens": 60}
         kwargs["eos_token_id"] = ENDS if rows > 1 else None
-        with no_fallback():
-            ours = model.generate(inputs["ids"], **kwargs)
-        assert ours.tolist() == target.generate(inputs["ids"], **kwargs).tolist()
+        require_plain(model, inputs["ids"], **kwargs)
     assert longest and max(longest) <= slots_for_window(WINDOW)
     assert all(cache.capacity <= slots_for_window(WINDOW) + AHEAD + 32 for cache in caches.values())
     if draft != "p-eagle":
@@ -275,9 +273,7 @@ def test_drafting_goes_on_until_the_context_ends() -> None:
     counts = []
     for window in (None, WINDOW):
         model = AssistedModelForCausalLM.from_models(target, copy.deepcopy(target), draft_length=5, draft_window=window)
-        with no_fallback():
-            ours = model.generate(ids, attention_mask=mask, **CALL | {"max_new_tokens": 44})
-        assert ours.tolist() == target.generate(ids, attention_mask=mask, **CALL | {"max_new_tokens": 44}).tolist()
+        require_plain(model, ids, attention_mask=mask, **CALL | {"max_new_tokens": 44})
         assert model.report is not None
         counts.append(model.report.drafted)
     assert counts[1] >= 0.9 * counts[0]

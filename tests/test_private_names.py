@@ -26,7 +26,6 @@ STILL_USED: dict[str, set[str]] = {
     "test_counts.py": {"_forward"},
     "test_distribution.py": {"_NOT_YET", "_PREFIX_FREE", "_PREFIX_READING", "_apply"},
     "test_doctor.py": {"_near", "_quick", "_way"},
-    "test_eagle.py": {"_joined"},
     "test_early_exit.py": {"_is_own_file", "_measure"},
     "test_fused.py": {"_ALWAYS", "_WIDE", "_near"},
     "test_fused_head.py": {"_First"},

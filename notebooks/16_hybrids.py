@@ -294,10 +294,11 @@ compare(prediction, {name: passes for name, (_, passes, _) in ways.items()})
 k, v, decay, beta = (torch.stack(part) for part in zip(*tokens))
 both = torch.cat([k, k])  # queries, which do not matter here, then keys
 as_heads = (part[None, None] for part in (both, v, decay.log(), beta))  # one row, one head
-_, noted = delta_rule(*as_heads, state[None, None], Columns(len(tokens)))
-layer_read = Read(Columns(len(tokens)), torch.zeros(1, 1, 4 + len(tokens)), *noted)
+of_all, states = Columns(len(tokens)), [torch.zeros(1, 1, 4), state[None, None]]
+_, noted = delta_rule(*as_heads, state[None, None], of_all)
+layer_read = Read(torch.zeros(1, 1, 4 + len(tokens)), *noted)
 for kept in range(1, 6):
-    theirs = layer_read.states_after(torch.tensor([kept - 1]), [torch.zeros(1, 1, 4), state[None, None]])[1][0, 0]
+    theirs = layer_read.states_after(torch.tensor([kept - 1]), states, of_all)[1][0, 0]
     assert torch.allclose(theirs, columns(state, tokens, kept)[0], atol=1e-4)
 print("the library's layer and ours agree for every number of kept tokens")
 

@@ -98,6 +98,20 @@ def test_text_across_the_change(case: tuple[str, str], rows: int) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGING)
+def test_passes_of_fixed_width_have_the_angles_of_the_longest_row(kind: str) -> None:
+    """Which is not in each of the parts in which seventeen rows are read."""
+    target = model_of(kind)
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=2, exact="bits")
+    inputs = {name: torch.cat([whole, whole[-1:].repeat(15, 1)]) for name, whole in batch(target, 2, 60).items()}
+    begin_anew(target)
+    plain = target.generate(**inputs, **CALL | {"max_new_tokens": 12})
+    begin_anew(target)
+    warnings.filterwarnings("ignore", ".* longer than the target's context of 64 tokens")  # dynamic angles
+    assert model.generate(**inputs, **CALL | {"max_new_tokens": 12}).tolist() == plain.tolist()
+    assert model.report is not None and model.report.passes == "fixed widths"
+
+
+@pytest.mark.parametrize("kind", CHANGING)
 def test_rows_that_end_early_and_turns(kind: str) -> None:
     target = model_of(kind)
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target))

@@ -54,6 +54,7 @@ def _in_parts(
     states = hidden if inject is None else inject.hidden.to(hidden.device)
     flat, places = states.flatten(0, 1), positions.expand(rows, width).flatten()
     seen = _Seen(cache, rows, width, mask, hidden.device)
+    angles = rotary_angles(base.rotary_emb, flat[None], places[None])  # which may depend on the longest text of all
     made: list[torch.Tensor] = []
     taps: list[tuple[Any, list[torch.Tensor]]] = [(tap, []) for tap in prepared.taps.values()]
     for first in range(0, rows * width, WIDTH):
@@ -63,7 +64,8 @@ def _in_parts(
         if inject is not None:
             inject.hidden = part
         given: dict[str, Any] = {CACHE: FixedColumns(cache, seen, first, count), "position_ids": position_ids}
-        given["position_embeddings"] = rotary_angles(base.rotary_emb, part, position_ids)
+        filled = 0, 0, 0, 0, 0, WIDTH - count
+        given["position_embeddings"] = tuple(F.pad(one[:, first : first + count], filled) for one in angles)
         last = prepared.run_layers(base.layers, part, attention_mask=None, **given)
         made.append(model.lm_head(base.norm(last))[0, :count])
         for tap, found in taps:

@@ -240,6 +240,9 @@ def read_plainly(model: Any, inputs: tuple[Any, ...], config: GenerationConfig |
     given = (kwargs, vars(config or model.generation_config))
     if isinstance(session, Session) and any((one.get("num_beams") or 1) > 1 for one in given):
         kwargs, session = {**kwargs, CACHE: None}, None  # transformers repeats no rows of a cache for its beams
+    prompt = next((one for one in (*inputs, *map(kwargs.get, ("input_ids", "inputs_embeds"))) if one is not None), None)
+    if isinstance(session, Session) and prompt is not None:
+        session.require_rows(len(prompt) * next((n for one in given if (n := one.get("num_return_sequences"))), 1))
 
     def run() -> Any:
         return model.generate(*inputs, generation_config=config, **kwargs)

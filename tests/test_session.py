@@ -269,12 +269,14 @@ def test_a_call_that_fails_leaves_the_text_before_it() -> None:
     assert model.generate(prompt, past_key_values=session, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
 
 
-def test_rows_must_be_the_same() -> None:
+@pytest.mark.parametrize("assisted", [True, False])
+def test_rows_must_be_the_same(assisted: bool) -> None:
     _, model = pair()
     session = model.session()
     text = torch.tensor(talked(model, session, turns(1))[0])
-    with pytest.raises(ValueError, match="past_key_values"):
-        model.generate(text, past_key_values=session, num_return_sequences=2, **CALL | {"do_sample": True})
+    several = CALL | {"do_sample": True, "num_return_sequences": 2, "assisted": assisted}
+    with pytest.raises(ValueError, match="past_key_values: the session has 1 rows, and this call has 2"):
+        model.generate(text, past_key_values=session, **several)
     assert session.get_seq_length() == text.shape[1] - 1
 
 

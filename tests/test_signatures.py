@@ -99,6 +99,17 @@ def named_class(model: Any) -> None:
 WRAPPED = [lambda_around, wraps_around, partial_around, open_class, named_class]
 
 
+@pytest.mark.parametrize("name", ["opt", "biogpt"])
+@torch.no_grad()
+def test_positions_that_a_model_reads_from_the_mask_do_not_count_padding(name: str) -> None:
+    """Also where `generate` gives no positions, because the forward's own signature does not name them."""
+    target = build(BY_NAME[name])
+    lambda_around(target)
+    model, inputs = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3), prompt(3)
+    ids = inputs.pop("ids")
+    assert model.generate(ids, **inputs, **CALL).tolist() == target.generate(ids, **inputs, **CALL).tolist()
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("wrap", WRAPPED, ids=lambda wrap: wrap.__name__)
 @torch.no_grad()

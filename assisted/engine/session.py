@@ -26,6 +26,11 @@ from .traits import Change
 LEAST = 16  # tokens; fewer are read again
 
 
+def _filled(layers: list[Any]) -> list[Any]:
+    """Those that hold keys."""
+    return [layer for layer in layers if getattr(layer, "keys", None) is not None]
+
+
 class Session(DynamicCache):
     """Keys and values that stay where they are between calls of one pair: `generate(..., past_key_values=session)`.
 
@@ -194,13 +199,18 @@ class Session(DynamicCache):
         Raises ValueError for another number of rows.
         """
         assert self._slots is not None
-        if self._slots.rows != rows:
-            raise ValueError(
-                f"past_key_values: the session has {self._slots.rows} rows, and this call has {rows} (num_return_sequences "
-                "included); make a session for each text"
-            )
+        self.require_rows(rows)
         self._slots = go_on(self._slots, self._length, limit, self.forks)
         return self._slots
+
+    def require_rows(self, rows: int) -> None:
+        """Raise ValueError if the session has another number of rows."""
+        held = {self._slots.rows} if self._slots is not None else {len(layer.keys) for layer in _filled(self.layers)}
+        if held - {rows}:
+            raise ValueError(
+                f"past_key_values: the session has {max(held)} rows, and this call has {rows} (num_return_sequences "
+                "included); make a session for each text"
+            )
 
     def keep(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
         """Hold what a call leaves. slots: the target's. ids: its text, [B, L] int64. kept: the drafter with its state."""
@@ -228,8 +238,9 @@ class Session(DynamicCache):
                 self.forget()  # it may have read tokens that nobody got
             raise
         ids = output if isinstance(output, torch.Tensor) else output["sequences"]
-        layers = [layer for layer in self.layers if getattr(layer, "keys", None) is not None]
-        if {rows, *(len(layer.keys) for layer in layers)} == {len(ids)} and held(self) == ids.shape[1] - 1:
+        if {rows, *(len(layer.keys) for layer in _filled(self.layers))} == {len(ids)} and held(self) == ids.shape[
+            1
+        ] - 1:
             self._note(ids, None, mask)
         elif rows:
             self.forget()  # it holds another text, as that of beams, or of a model that has read on in a cache of its own

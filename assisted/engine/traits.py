@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -63,7 +65,8 @@ class Traits:
     experts: tuple[int, int] | None
     cache_argument: str  # the argument in which its forward takes a cache
     takes_positions: bool  # its forward takes positions
-    is_given_positions: bool  # `generate` gives it positions. Otherwise it counts them itself, including padding.
+    # `generate` gives it positions, or it reads them from the mask. Otherwise it counts them itself, including padding.
+    is_given_positions: bool
     takes_logits_to_keep: bool  # its forward can compute the last logits only
     reads: frozenset[str]  # what its prompts may hold beside text: "image", "video", "audio"
     crosses: bool  # it is an encoder-decoder. Everything else is then about its decoder.
@@ -90,7 +93,8 @@ class Traits:
         forward: dict[str, Any] = {
             "cache_argument": cache_argument(model),
             "takes_positions": takes(model, own_positions) or (crosses and position_embedding(model) is not None),
-            "is_given_positions": generate_passes(model, own_positions),
+            "is_given_positions": generate_passes(model, own_positions)
+            or (not crosses and takes(model, own_positions) and _counts_by_mask(model)),
             "takes_logits_to_keep": not crosses and takes(model, "logits_to_keep"),
         }
         key: Any = (type(model), attention_of(config), *forward.values(), *_values(config))
@@ -218,6 +222,26 @@ def _values(config: Any) -> list[Hashable]:
         elif isinstance(value, (list, tuple)) and all(type(part) in _PLAIN for part in value):
             found += [name, tuple(value)]
     return found
+
+
+_BY_MASK: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()  # of decoders
+
+
+@torch.no_grad()
+def _counts_by_mask(model: Any) -> bool:
+    """Whether a decoder that is given no positions counts them without padding, as OPT's does. Tried where what embeds them
+    takes the mask."""
+    decoder = model.get_decoder()
+    kind = type(decoder)
+    if kind not in _BY_MASK:
+        embeds = (child for name, child in decoder.named_children() if "position" in name)
+        _BY_MASK[kind] = any("attention_mask" in inspect.signature(child.forward).parameters for child in embeds)
+        if _BY_MASK[kind]:
+            ids = torch.arange(4, device=next(model.parameters()).device)[None]
+            given: dict[str, Any] = {"attention_mask": (ids > 1).long(), "use_cache": False}
+            own, other = (decoder(ids, **given, **more)[0] for more in ({}, {"position_ids": (ids - 2).clamp(min=0)}))
+            _BY_MASK[kind] = torch.equal(own[:, -1], other[:, -1])
+    return _BY_MASK[kind]
 
 
 @dataclass(frozen=True)

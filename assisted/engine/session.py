@@ -238,9 +238,8 @@ class Session(DynamicCache):
                 self.forget()  # it may have read tokens that nobody got
             raise
         ids = output if isinstance(output, torch.Tensor) else output["sequences"]
-        if {rows, *(len(layer.keys) for layer in _filled(self.layers))} == {len(ids)} and held(self) == ids.shape[
-            1
-        ] - 1:
+        in_layers = {len(layer.keys) for layer in _filled(self.layers)}
+        if {rows, *in_layers} == {len(ids)} and held(self) == ids.shape[1] - 1:
             self._note(ids, None, mask)
         elif rows:
             self.forget()  # it holds another text, as that of beams, or of a model that has read on in a cache of its own

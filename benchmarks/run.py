@@ -15,6 +15,7 @@ import ast
 import importlib
 import json
 import sys
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ HELP = {
 QUICK = {"prompts": 1, "repeats": 1, "new_tokens": 8, "no_compile": True}
 
 
+@cache
 def names() -> dict[str, tuple[str, str]]:
     """By name, the module of each case and what it measures, without importing any."""
     found = {}

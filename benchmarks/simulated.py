@@ -1,11 +1,8 @@
 """The draft length policies on simulated pairs and texts, in simulated seconds: no model and no clock.
 
-    python benchmarks/simulated.py                      every scenario, every policy
     python benchmarks/simulated.py --sweep              what half and twice each constant of the adaptive length does
     python benchmarks/simulated.py --cards              captured passes, batches, long prompts: against the best fixed length
     python benchmarks/simulated.py --at-once            the same: lengths that are chosen before a draft, or within it
-    python benchmarks/simulated.py --trees              accepted tokens by tree size, with rates that are learned on the way
-    python benchmarks/simulated.py --out before.json    and, after a change: --against before.json
 
 A figure is the speedup over the baseline, the mean over the scenario's texts.
 """
@@ -16,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import math
-import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from simulation import HOPELESS, PAIRS, Pair, Run, Source, simulate
 
-from assisted.lengths import Adaptive, Confidence, DraftLength, Fixed, adaptive, cost_model, rates
+from assisted.lengths import Adaptive, DraftLength, Fixed, adaptive, cost_model, rates
 from assisted.lengths.policies import Never
-from assisted.lengths.rates import Rates
-from assisted.methods.shared.trees import best_paths
 
 TOKENS = 1500
 SOURCES = {
@@ -47,11 +41,6 @@ MACHINES = {
     "expensive draft": PAIRS[2],
     "expensive second position": Pair(0.12, 0.005, first_column=0.2),
     "expensive first draft pass": Pair(0.1, 0.02, start=0.3),
-}
-POLICIES: dict[str, DraftLength] = {
-    "Adaptive()": Adaptive(),
-    "Confidence(0.4)": Confidence(0.4, 20),
-    **{f"Fixed({n})": Fixed(n) for n in (1, 2, 4, 8)},
 }
 
 
@@ -252,91 +241,26 @@ def sweep(seeds: int) -> None:
             print(f"| `{name}` = {value} | {changed:g} | {overall:.3f} | {least:.3f} ({where}) |", flush=True)
 
 
-SIZES = (2, 4, 8, 16, 32, 64)
-
-
-def tree_acceptance(seed: int, per_level: bool, power: float, rounds: int = 300) -> list[float]:
-    """Accepted tokens a round, by the number of nodes, of trees of five heads with six guesses each.
-
-    per_level: rates are learned for every head. power: a guess of probability p is right in proportion to p ** power: above 1,
-    heads are less sure than they might be. Later heads are right less often.
-    """
-    rng, learned, accepted = random.Random(f"trees {seed}"), Rates(5 if per_level else 1), [0] * len(SIZES)
-    for _ in range(rounds):
-        sure, right = [], []
-        for depth in range(5):
-            flat = rng.choice((0.15, 0.5, 2.0))
-            weights = sorted((rng.gammavariate(flat, 1) for _ in range(6)), reverse=True)
-            total = sum(weights) + rng.gammavariate(flat, 1)  # the rest of the vocabulary
-            sure.append([weight / total for weight in weights])
-            chances = [probability**power for probability in sure[-1]]
-            chances = [(1 - 0.12 * depth) * chance / sum(chances) for chance in chances]
-            (rank,) = rng.choices(range(7), [*chances, 1 - sum(chances)])
-            right.append(rank)
-        rates = [learned.at(guesses, depth * per_level) for depth, guesses in enumerate(sure)]
-        for index, size in enumerate(SIZES):
-            tree = best_paths(rates, size)
-            nodes = {place: node for node, place in enumerate(zip(tree.parents, tree.ranks, strict=True))}
-            node = -1
-            for rank in right:
-                if (node, rank) not in nodes:
-                    break
-                node = nodes[node, rank]
-                accepted[index] += 1
-        wrong = next((depth for depth, rank in enumerate(right) if rank == 6), 4)
-        learned.learn(
-            (sure[depth], depth * per_level, [rank == right[depth] for rank in range(6)]) for depth in range(wrong + 1)
-        )
-    return [count / rounds for count in accepted]
-
-
-def trees(seeds: int) -> None:
-    """The table of `tree_acceptance`."""
-    print("| nodes |" + "".join(f" {size} |" for size in SIZES) + "\n|---" + "|---" * len(SIZES) + "|")
-    for per_level in (False, True):
-        for power in (0.5, 1.0, 2.0):
-            runs = [tree_acceptance(seed, per_level, power) for seed in range(seeds)]
-            means = [sum(counts) / seeds for counts in zip(*runs, strict=True)]
-            name = f"power {power}, {'rates of each head' if per_level else 'one rate for all'}"
-            print(f"| {name} |" + "".join(f" {mean:.3f} |" for mean in means))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES), help="(default: all)")
     parser.add_argument("--seeds", type=int, default=3, help="texts of each scenario (default: 3)")
-    parser.add_argument("--sweep", action="store_true", help="halve and double each constant of the adaptive length")
-    parser.add_argument("--cards", action="store_true", help="against the best fixed length, with captured passes")
-    parser.add_argument(
-        "--ahead", type=int, default=16, help="columns captured before the calls (default: 16; 0: none)"
-    )
-    parser.add_argument("--at-once", action="store_true", help="the same, with lengths chosen before or within a draft")
-    parser.add_argument("--trees", action="store_true", help="accepted tokens by tree size")
-    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
-    parser.add_argument("--against", type=Path, help="file with earlier figures, to compare with")
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--sweep", action="store_true", help="halve and double each constant of the adaptive length")
+    way.add_argument("--cards", action="store_true", help="against the best fixed length, with captured passes")
+    way.add_argument("--at-once", action="store_true", help="the same, with lengths chosen before or within a draft")
+    text = "columns captured before the calls (default: 16; 0: none)"
+    parser.add_argument("--ahead", type=int, default=16, help=text)
+    parser.add_argument("--out", type=Path, help="file for the figures of --cards and --at-once, as JSON")
     args = parser.parse_args()
-    if args.sweep or args.trees:
-        (sweep if args.sweep else trees)(args.seeds)
+    if args.sweep:
+        sweep(args.seeds)
         return
-    if args.cards or args.at_once:
-        ratios = (at_once if args.at_once else against_fixed)(args.seeds, args.ahead)
-        worst = min(ratios, key=lambda name: ratios[name]["ratio"])
-        print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
-        if args.out is not None:
-            rounded = {name: {key: round(x, 4) for key, x in each.items()} for name, each in ratios.items()}
-            args.out.write_text(json.dumps({"ahead": args.ahead, "scenarios": rounded}, indent=1) + "\n")
-        return
-    found = {name: measure(POLICIES[name], args.seeds) for name in args.policies}
-    print("| |" + "".join(f" `{name}` |" for name in found) + "\n|---" + "|---" * len(found) + "|")
-    for name in scenarios():
-        print(f"| {name} |" + "".join(f" {figures[name]:.3f} |" for figures in found.values()))
+    ratios = (at_once if args.at_once else against_fixed)(args.seeds, args.ahead)
+    worst = min(ratios, key=lambda name: ratios[name]["ratio"])
+    print(f"{len(ratios)} scenarios; the least ratio is {ratios[worst]['ratio']:.3f} ({worst})")
     if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    if args.against is not None:
-        for name, before in json.loads(args.against.read_text()).items():
-            if name in found:
-                overall, least, where = change(before, found[name])
-                print(f"{name}: {overall:.4f} of before on average, at least {least:.4f} ({where})")
+        rounded = {name: {key: round(x, 4) for key, x in each.items()} for name, each in ratios.items()}
+        args.out.write_text(json.dumps({"ahead": args.ahead, "scenarios": rounded}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

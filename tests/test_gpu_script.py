@@ -46,14 +46,14 @@ def test_it_goes_on_after_processes_that_died_or_hang(
 ) -> None:
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setattr(gpu, "MODULE", "child")
-    monkeypatch.setattr(gpu, "ITEM_SECONDS", 10)
+    monkeypatch.setattr(gpu, "ITEM_SECONDS", 4)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     items = gpu.run(arguments(tmp_path))["sections"]["speed"]
     assert list(items) == ["fine", "fails", "dies", "hangs", "last"]
     assert [item for item, one in items.items() if "seconds" in one] == ["fine", "last"]
     assert items["fails"] == {"error": "no"}
     assert "ended with -6" in items["dies"]["error"]
-    assert "took more than 10 seconds" in items["hangs"]["error"]
+    assert "took more than 4 seconds" in items["hangs"]["error"]
     assert items["fine"]["process"] != items["last"]["process"]
 
 

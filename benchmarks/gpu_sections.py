@@ -37,6 +37,7 @@ from assisted.engine.prepared import CallSettings
 from assisted.engine.runner import CachedModel
 from assisted.fast.fused import prepare
 from assisted.fast.graphs import Graphs
+from assisted.lab.audit import Model, Settings, audit
 from assisted.lab.bench import Bars, Method, Prompt, Rules, batches, pad_token, peers
 from assisted.lab.bench.clock import now
 from assisted.lab.bench.results import largest_gap, machine
@@ -117,15 +118,8 @@ class Sizes:
     compiled: bool = True
     trained: str = "zoo:smollm2"  # the target of the section `train`, and further arguments of its command
     training: tuple[str, ...] = (
-        "--chats",
-        "600000",
-        "--steps",
-        "3000",
-        "--dtype",
-        "bfloat16",
-        "--bfloat16",
-        "--store",
-        "bfloat16",
+        *("--chats", "600000", "--steps", "3000"),
+        *("--dtype", "bfloat16", "--bfloat16", "--store", "bfloat16"),
     )
     trees: tuple[int | None, ...] = (None, 64)  # nodes, None for a size by measured costs
 
@@ -369,10 +363,7 @@ def speed(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
 def speed_of(name: str, way: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
     target, tokenizer = load_target(name, sizes.targets[name], device)
     head = Eagle("zoo:eagle3" if name == "zoo:target" else shipped_head(target), tree=False)
-    drafts = FEW | {
-        "EAGLE-3, 4 tokens": (head, 4),
-        "EAGLE-3, adaptive": (head, "adaptive"),
-    }
+    drafts = FEW | {"EAGLE-3, 4 tokens": (head, 4), "EAGLE-3, adaptive": (head, "adaptive")}
     found = [one for one in peers(target, drafted_by(target)) if one.setting == PEER]
     return race(target, tokenizer, found, drafts, device, sizes, name, way)
 
@@ -687,67 +678,24 @@ def bits_of(kind: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 # -- sampling ---------------------------------------------------------------------------------------------------------------
 
-SAMPLES, ROWS = 4096, 256
-FIRST, SECOND = 12, 6  # tokens told apart, most probable ones; the others are one class
-
 
 def sampled(device: torch.device, sizes: Sizes) -> Iterator[tuple[str, Measure]]:
-    """The first two sampled tokens against their exact joint distribution."""
+    """What `assisted audit` finds: sampled tokens against their exact distribution, greedy ones, seeds."""
     for name in ("zoo:draft", "zoo:draft, adaptive", "suffix", "zoo:eagle3", "draft-tree:zoo:draft"):
-        yield name, partial(sampled_of, name, device, sizes)
+        yield name, partial(audited, name, device, sizes)
 
 
-@torch.inference_mode()
-def sampled_of(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """A chi-square test in captured mode. Raises AssertionError if the distributions differ (p below 1e-4)."""
+def audited(name: str, device: torch.device, sizes: Sizes) -> dict[str, Any]:
+    """With captured passes. Raises AssertionError if a check fails."""
     folder = zoo.folder("target")
-    target = loaded(folder, "float32", device)
-    spec, length = DRAFTS[name]
-    pair = AssistedModelForCausalLM.from_models(target, spec, length, find_tokenizer(folder))
-    (prompt,) = prompts_of(pair.tokenizer, 1, device)
-    exact, classes = joint(target, prompt.ids)
-    rows, samples = (ROWS, SAMPLES) if sizes is not TINY else (16, 64)
-    ids = prompt.ids.expand(rows, -1)
-    call = Rules(6, temperature=TEMPERATURE).call(pad_token(pair.tokenizer))
-    counts = torch.zeros_like(exact)
-    torch.manual_seed(0)
-    for _ in range(samples // rows):
-        for first, second, *_ in new_tokens(pair.generate, ids, **call):
-            counts[classes(first, second)] += 1
-    expected = exact * counts.sum()
-    used = expected >= 5  # the rest is one more class
-    pooled = [torch.cat([one[used], one[~used].sum()[None]]) for one in (counts, expected)]
-    pooled = [one[pooled[1] > 0] for one in pooled]
-    chi = ((pooled[0] - pooled[1]) ** 2 / pooled[1]).sum()
-    p = torch.special.gammaincc(torch.tensor((len(pooled[1]) - 1) / 2, dtype=torch.float64), chi.double().cpu() / 2)
-    row = {"samples": int(counts.sum()), "classes": len(pooled[1]), "chi-square": float(chi), "p": float(p)}
-    if p < 1e-4:
-        raise AssertionError(f"another distribution than the target's: {row}")
-    return {"rows": [row | {"tokens per forward pass": pair.totals.tokens_per_pass}]}
-
-
-def joint(target: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, Callable[[int, int], tuple[int, int]]]:
-    """Probabilities of the classes of the first two tokens, [FIRST + 1, SECOND + 1], and the class of two tokens."""
-
-    def after(text: torch.Tensor) -> torch.Tensor:
-        return (target(text).logits[:, -1].double() / TEMPERATURE).softmax(-1)
-
-    head = after(ids)[0].topk(FIRST)
-    firsts = head.indices.tolist()
-    heads = after(torch.cat([ids.expand(FIRST, -1), head.indices[:, None]], dim=1)).topk(SECOND, dim=-1)
-    seconds = heads.indices.tolist()
-    table = torch.zeros(FIRST + 1, SECOND + 1, dtype=torch.float64, device=ids.device)
-    table[:FIRST, :SECOND] = head.values[:, None] * heads.values
-    table[:FIRST, SECOND] = head.values * (1 - heads.values.sum(-1))
-    table[FIRST, SECOND] = 1 - head.values.sum()
-
-    def classes(first: int, second: int) -> tuple[int, int]:
-        if first not in firsts:
-            return FIRST, SECOND
-        row = firsts.index(first)
-        return row, seconds[row].index(second) if second in seconds[row] else SECOND
-
-    return table, classes
+    target, tokenizer = loaded(folder, "float32", device), find_tokenizer(folder)
+    pair = AssistedModelForCausalLM.from_models(target, *DRAFTS[name], tokenizer)
+    prompts = [one.ids[0].tolist() for one in prompts_of(tokenizer, sizes.prompts, device)]
+    settings = Settings(*((16, 4) if sizes is TINY else (48, 32)), temperature=TEMPERATURE)
+    found = audit(Model(pair, tokenizer), target, tokenizer, prompts, settings)
+    if not found.is_lossless:
+        raise AssertionError(f"not lossless: {found.findings}")
+    return {"rows": [{"check": one.check, "verdict": one.verdict, "found": one.told} for one in found.findings]}
 
 
 # -- training ---------------------------------------------------------------------------------------------------------------

@@ -93,25 +93,15 @@ def test_sections_have_measurements_and_tables(gpu: ModuleType, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("section", "number", "shows"),
-    [("identity", 0, "| 1 of 1 |"), ("rounds", 0, "| no draft, this loop |"), ("passes", 2, "| a pass by the clock |")],
+    [
+        ("identity", 0, "| 1 of 1 |"),
+        ("rounds", 0, "| no draft, this loop |"),
+        ("passes", 2, "| a pass by the clock |"),
+        ("sampled", 2, "| suffix | sampled tokens | passed |"),
+    ],
 )
 def test_an_item_runs(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, section: str, number: int, shows: str) -> None:
     job = script("gpu_sections", monkeypatch).serve("cpu", "quick")
     item = job(section)[number]
     result = json.loads(json.dumps(job(section, item)))
     assert shows in gpu.markdown({"about": {}, "sections": {section: {item: result}}})
-
-
-def test_the_joint_distribution_of_two_tokens(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurements = script("gpu_sections", monkeypatch)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, **sizes)).eval()
-    with torch.inference_mode():
-        table, classes = measurements.joint(model, torch.tensor([[1, 2, 3]]))
-    assert torch.isclose(table.sum(), torch.tensor(1.0, dtype=torch.float64))
-    assert {classes(first, second) for first in range(40) for second in range(40)} == {
-        (row, column) for row in range(12) for column in range(7)
-    } | {(12, 6)}

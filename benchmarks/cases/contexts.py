@@ -49,12 +49,7 @@ EAGER = ', fast="eager"'
 WARM_UP = 8  # tokens
 
 
-def long_model(
-    name,
-    grown=None,
-    dtype=torch.float32,
-    device="cpu",
-):
+def long_model(name, grown=None, dtype=torch.float32, device="cpu"):
     """A shipped model that reads `POSITIONS` tokens. grown: a size to grow it to."""
     from tools.grown import grow
 

@@ -1,11 +1,9 @@
 """Passes compiled for a CPU: plain `generate`'s tokens, from code that is made once for all shapes."""
 
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import nullcontext
 
+import fresh
 import pytest
 import torch
 from architectures import build, half_right, random_ids
@@ -81,7 +79,7 @@ def test_one_code_serves_every_shape(name):
 
 def test_a_first_compilation_is_no_change_of_the_model():
     """In a new process, where torch's compiler still has to replace methods of `nn.Module`."""
-    program = """if True:
+    program = """
         from architectures import build, random_ids
         from assisted import AssistedModelForCausalLM
         from assisted.fast import capture, products
@@ -95,9 +93,8 @@ def test_a_first_compilation_is_no_change_of_the_model():
             model.generate(random_ids(target, 1, 12), max_new_tokens=8, do_sample=False, pad_token_id=0)
         print(model.report.passes, len(made))
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "compiled passes 1"
+    done = fresh.run(program)
+    assert done.stdout.splitlines()[-1:] == ["compiled passes 1"], done.stderr
 
 
 @pytest.mark.usefixtures("quickly")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from pairs import CALL, no_fallback, pair, prompt
@@ -116,9 +115,5 @@ def test_no_path_of_this_machine_is_written(tmp_path: Path) -> None:
 def test_without_the_package_the_error_names_it(tmp_path: Path) -> None:
     _, folder = saved(tmp_path / "pair", "suffix")
     code = "import sys; sys.modules['assisted'] = None; import runpy; runpy.run_path(sys.argv[1])"
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(Path(folder) / "custom_generate" / "generate.py")],
-        capture_output=True,
-        text=True,
-    )
+    run = fresh.run(code, Path(folder) / "custom_generate" / "generate.py")
     assert run.returncode != 0 and "custom_generate: the Python package `assisted`" in run.stderr

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 
+import fresh
 import pytest
 import torch
 from architectures import ARCHITECTURES, build, random_ids
@@ -57,8 +56,7 @@ def test_a_missing_name_costs_a_feature_and_not_the_import() -> None:
         same = torch.equal(pair.generate(ids, max_new_tokens=24), pair.target.generate(ids, max_new_tokens=24))
         print(same, pair.report.drafted > 0, *sorted(libraries.lost()))
     """
-    lines = f"LACKING = {LACKING!r}\n{textwrap.dedent(code)}"
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    done = fresh.run(f"LACKING = {LACKING!r}\n{textwrap.dedent(code)}")
     assert done.returncode == 0, done.stderr
     same, drafted, *lost = done.stdout.split()
     assert same == drafted == "True"

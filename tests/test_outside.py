@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 from architectures import half_right
 from pairs import CALL, prompt
@@ -139,7 +139,7 @@ assert not {{"small_head", "alternating", "plain_int8"}} & sys.modules.keys()
 pair = assisted.AssistedModelForCausalLM.from_pretrained({str(tmp_path)!r})
 print(type(pair.spec).__name__, pair.draft_length, "plain_int8" in sys.modules)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    ran = fresh.run(code)
     assert ran.stdout == "Small Alternating(short=1, long=5) False\n", ran.stderr
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import stat
-import subprocess
-import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from architectures import build, random_ids
@@ -60,16 +58,17 @@ def test_several_writers_leave_a_whole_file(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(memory(path).read()) == sorted([END] * 17 + [n for n in range(3, 20) for _ in range(5)])
-    code = f"""
+    code = """
         import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
         from test_suffix_memory import memory
         for number in range(40):
-            memory(Path({str(path)!r})).add([[int(sys.argv[1])] * 50])
+            memory(Path(sys.argv[1])).add([[int(sys.argv[2])] * 50])
     """
-    runs = [subprocess.Popen([sys.executable, "-W", "error", "-c", textwrap.dedent(code), str(n)]) for n in (30, 40)]
-    assert [run.wait() for run in runs] == [0, 0]
+    runs = [fresh.begun(code, path, number) for number in (30, 40)]
+    for run in runs:
+        run.join()
+    assert [run.exitcode for run in runs] == [0, 0]
     found = memory(path).read()
     texts = "".join(map(chr, (token + 1 for token in found))).split(chr(0))
     assert {len(text) for text in texts if text and ord(text[0]) > 30} == {50}

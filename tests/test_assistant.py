@@ -153,9 +153,9 @@ class Reference(Alone):
     def __init__(self, model: Any, head: AssistantHead, back: int = 0):
         self.model, self.head, self.back = model, head, back
 
-    @torch.no_grad()
-    def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
-        """[V] after the committed text and a drafted path."""
+    @functools.cache  # noqa: B019
+    def known(self, *text: int) -> tuple[torch.Tensor, dict[str, Keys]]:
+        """The last state, and the keys and values that the newest token sees."""
         head, known = self.head, len(text) - 1
         states, stores = keys_of(self.model, head, torch.tensor([text[:-1]]))
         keys = {}
@@ -163,17 +163,22 @@ class Reference(Alone):
             window = head.config.window(kind)
             first = 0 if window is None else max(0, known - self.back - window + 1)
             keys[kind] = Keys(key[:, :, first:], value[:, :, first:], None)
-        state = states[:, -1:]
+        return states[:, -1:], keys
+
+    @torch.no_grad()
+    def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
+        """[V] after the committed text and a drafted path."""
+        state, keys = self.known(*text)
         for token in [text[-1], *path]:
-            read = head.embed(torch.tensor([[token]]), self.model)
-            ended, state = head(read, state, torch.tensor([[known - self.back]]), keys)
-        return head.logits(ended)[0, 0]
+            read = self.head.embed(torch.tensor([[token]]), self.model)
+            ended, state = self.head(read, state, torch.tensor([[len(text) - 1 - self.back]]), keys)
+        return self.head.logits(ended)[0, 0]
 
 
 @pytest.mark.parametrize(("shared", "batch", "position"), [(0, 1, "next"), (2, 1, "last"), (2, 0, "next")])
 def test_chains_are_the_assistants_own(shared, batch, position):
     model = target(shared)
-    head = trained_assistant(model, steps=60, unrolled=3, lr=5e-3)  # it goes by the state
+    head = trained_assistant(model, steps=30, unrolled=3, lr=5e-3)  # it goes by the state
     pair = assisted(model, head, tree=False, position=position)
     reference, call = Reference(model, head, int(position == "last")), {"max_new_tokens": 26}
     call |= {"eos_token_id": ENDS if batch else None}
@@ -256,7 +261,7 @@ def test_the_target_and_its_slots_are_left_alone():
 
 
 P, Q = torch.tensor([0.30, 0.40, 0.20, 0.10]), torch.tensor([0.5, 0.3, 0.1, 0.1])
-TIMES = 20_000
+TIMES = 2_000
 
 
 def shares(drafts: torch.Tensor) -> torch.Tensor:
@@ -269,15 +274,15 @@ def shares(drafts: torch.Tensor) -> torch.Tensor:
 
 
 def test_transformers_rule_needs_drawn_drafts():
-    """transformers 5.23 drafts argmax tokens with an assistant of Gemma 4 and hands their logits to this function. The page has
-    the numbers: 5 standard errors are 0.018."""
+    """transformers 5.23 drafts argmax tokens with an assistant of Gemma 4 and hands their logits to this function. 5
+    standard errors are 0.056."""
     torch.manual_seed(0)
     argmax = shares(torch.full((TIMES,), int(Q.argmax())))
     # accepted: min(1, p/q) = 0.6 of the time; else from max(p - q, 0), which is (0, .5, .5, 0)
-    assert (argmax - torch.tensor([0.6, 0.2, 0.2, 0.0])).abs().max() < 0.018
+    assert (argmax - torch.tensor([0.6, 0.2, 0.2, 0.0])).abs().max() < 0.056
     assert (argmax - P).abs().max() > 0.25
     drawn = shares(torch.multinomial(Q, TIMES, replacement=True))
-    assert (drawn - P).abs().max() < 0.018
+    assert (drawn - P).abs().max() < 0.056
 
 
 def test_an_assistant_that_is_never_right_is_reported(monkeypatch):

@@ -50,11 +50,14 @@ class Reference(Alone):
     def __init__(self, target: Any, head: Any, first: int = 0):
         self.target, self.head, self.first = target, head, first
 
+    @functools.cache  # noqa: B019
+    def known(self, *text: int) -> torch.Tensor:
+        return self.head.fuse(features_of(self.target, self.head, torch.tensor([text]))[:, self.first : -1])
+
     @torch.no_grad()
     def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
         """[V] after the committed text and a drafted path. The first features are left out, as behind a caller's past."""
-        ids = torch.tensor([text])
-        states = self.head.fuse(features_of(self.target, self.head, ids)[:, self.first : -1])
+        states = self.known(*text)
         tokens = text[self.first + 1 :]
         for token in [*path, None]:
             positions = self.first + torch.arange(len(tokens))[None]

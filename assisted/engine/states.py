@@ -443,11 +443,7 @@ def _copy_states(source: Any, layer: Any, places: list[int] | None = None) -> No
 
 
 def _copy_flags(source: Any, layer: Any) -> None:
-    for name in (
-        "is_conv_states_initialized",
-        "is_recurrent_states_initialized",
-        "has_previous_state",
-        "conv_kernel_size",
-    ):
+    flags = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state", "conv_kernel_size")
+    for name in flags:
         setattr(layer, name, dict(getattr(source, name)))
     layer.dtype, layer.device = source.dtype, source.device

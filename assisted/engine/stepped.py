@@ -92,13 +92,17 @@ def _go_on(states: list[torch.Tensor], after: list[list[torch.Tensor]], parents:
         state.copy_(torch.stack([of_column[number] for of_column in after])[parents, rows])
 
 
-class _Ahead(nn.Module):
-    """A product of all columns, handed out one column after the other."""
+class _Product(nn.Module):
+    """A product that runs for all columns together."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.linear = linear
         self.weight, self.bias = linear.weight, linear.bias  # code looks at their devices and dtypes
+
+
+class _Ahead(_Product):
+    """Hands out the product of all columns, one column after the other."""
 
     def read(self, hidden_states: torch.Tensor) -> None:
         self._made, self._next = self.linear(hidden_states), 0
@@ -109,13 +113,8 @@ class _Ahead(nn.Module):
         return made
 
 
-class _Behind(nn.Module):
-    """Collects what a product is applied to, until all columns are there."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.linear = linear
-        self.weight, self.bias = linear.weight, linear.bias
+class _Behind(_Product):
+    """Collects what the product is applied to, until all columns are there."""
 
     def begin(self) -> None:
         """Forget what a forward pass that failed has left."""

@@ -57,19 +57,8 @@ __all__ = [
 ]
 
 _ORDER = (
-    *(
-        "suffix",
-        "ngram",
-        "recycle",
-        "early_exit",
-        "layer_skip",
-        "quantized_self",
-        "draft_model",
-        "medusa",
-        "eagle",
-        "mtp",
-    ),
-    *("dflash", "assistant", "candidate_generator", "combined", "merged", "auto"),
+    *("suffix", "ngram", "recycle", "early_exit", "layer_skip", "quantized_self", "draft_model", "medusa", "eagle"),
+    *("mtp", "dflash", "assistant", "candidate_generator", "combined", "merged", "auto"),
 )
 """The order in which tables list methods. Others come after them; a name without a file is passed over."""
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ..core.drafts import Draft, Round
 from ..core.text import Text
@@ -20,7 +19,7 @@ from ..grammars.processor import Grammar
 from ..lengths.base import Length
 from .combined import of_continued
 from .shared.base import Drafting
-from .shared.trees import from_lists, merge
+from .shared.trees import continued, from_lists, merge, rows_of
 
 FREE = 16  # tokens that may be drafted where the policy's number is no limit of the caller's
 FEW = 256  # most tokens that a grammar may allow where one of them is guessed
@@ -108,12 +107,12 @@ class GuidedDrafting(Drafting):
             return draft
         if draft.parents is not None:
             return draft if draft.q is not None else self._around(text, draft, budget)
-        rows = _rows(draft.tokens, draft.lengths)
+        rows = rows_of(draft)
         found = self._chains(text, rows, budget, draft.q is None)
         if found == rows:
             return draft
-        self.proposed = guided = replace(_as_draft(found, draft), continued=draft, member=draft.member)
-        return guided
+        self.proposed = replace(continued(draft, found), expected=draft.expected, member=draft.member)
+        return self.proposed
 
     def observe(self, round: Round) -> None:
         if self.text is not None:
@@ -125,10 +124,7 @@ class GuidedDrafting(Drafting):
     def _around(self, text: Text, draft: Draft, budget: int) -> Draft:
         """A tree, with guesses after the committed text and at the end of its most probable path."""
         assert draft.parents is not None
-        paths = [
-            _first_path(tokens, above)
-            for tokens, above in zip(_rows(draft.tokens, draft.lengths), draft.parents.tolist(), strict=True)
-        ]
+        paths = [_first_path(*row) for row in zip(rows_of(draft), draft.parents.tolist(), strict=True)]
         nothing: list[list[int]] = [[] for _ in paths]
         chains = [self._chains(text, rows, budget, True) for rows in (paths, nothing)]
         if chains == [paths, nothing]:
@@ -250,11 +246,6 @@ def _key(mask: torch.Tensor) -> bytes:
     return mask.numpy().tobytes()
 
 
-def _rows(tokens: torch.Tensor, lengths: torch.Tensor) -> list[list[int]]:
-    """[B, n] int64 as lists of the first `lengths[b]` tokens."""
-    return [row[:count] for row, count in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-
-
 def _first_path(tokens: list[int], parents: list[int]) -> list[int]:
     """The tokens of a tree's first node, of that node's first child, and so on."""
     path, here = [], -1
@@ -263,13 +254,3 @@ def _first_path(tokens: list[int], parents: list[int]) -> list[int]:
             path.append(token)
             here = node
     return path
-
-
-def _as_draft(rows: list[list[int]], draft: Draft) -> Draft:
-    """Chains that begin as a draft's, with its q, which is one-hot for the tokens added."""
-    found, q = from_lists(rows, None, draft.tokens.device), draft.q
-    if q is not None:
-        certain = F.one_hot(found.tokens, q.shape[-1]).to(q.dtype)
-        is_drafted = torch.arange(found.width, device=q.device) < draft.lengths[:, None]
-        q = F.pad(q, (0, 0, 0, found.width - q.shape[1])).where(is_drafted[:, :, None], certain)
-    return replace(found, q=q, expected=draft.expected)

@@ -11,15 +11,8 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from ...engine.libraries import set_attention
 
 LAYER_FIELDS = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
-    *("vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "hidden_act", "rms_norm_eps", "max_position_embeddings"),
 )
 """The fields that have the same name and meaning in transformers' configs."""
 FULL, SLIDING = "full_attention", "sliding_attention"

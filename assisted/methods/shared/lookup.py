@@ -5,16 +5,15 @@ tokens, and turning proposals into a Draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
-import torch.nn.functional as F
 
 from ...core.drafts import Draft
 from ...core.text import Text
 from .base import Call, Drafting
-from .trees import from_lists
+from .trees import continued, from_lists, rows_of
 
 __all__ = ["Backoff", "Lookup", "Proposal", "as_draft", "right"]
 
@@ -102,14 +101,11 @@ class Lookup(Drafting):
         return as_draft(proposals, text.ids.device, expected)
 
     def fill(self, text: Text, draft: Draft, budget: int) -> Draft:
-        """The chains of another drafter, continued; trees are returned as they are.
-
-        What is added depends on earlier tokens only, and its q is one-hot, so that sampling stays exact.
-        """
+        """The chains of another drafter, continued; trees are returned as they are."""
         if draft.parents is not None:
             return draft
         self.catch_up(text)
-        rows = [row[:count] for row, count in zip(draft.tokens.tolist(), draft.lengths.tolist(), strict=True)]
+        rows = rows_of(draft)
         for row in text.unfinished:
             drafted = rows[row]
             backoff = self.backoffs.setdefault(row, Backoff())
@@ -118,14 +114,7 @@ class Lookup(Drafting):
             if allowed and (more := self.look_up_after(row, drafted, allowed)):
                 self.added[row] = drafted, more
                 rows[row] = drafted + more
-        if not self.added:
-            return draft
-        filled, q = from_lists(rows, None, text.ids.device), draft.q
-        if q is not None:
-            certain = F.one_hot(filled.tokens, q.shape[-1]).to(q.dtype)
-            is_drafted = torch.arange(filled.width, device=q.device) < draft.lengths[:, None]
-            q = F.pad(q, (0, 0, 0, filled.width - q.shape[1])).where(is_drafted[:, :, None], certain)
-        return replace(filled, q=q, continued=draft)
+        return continued(draft, rows) if self.added else draft
 
     def renew(self, text: Text, row: int) -> None:
         """Read a row's new text, from nothing."""

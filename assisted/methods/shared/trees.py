@@ -51,6 +51,23 @@ def from_lists(
     return Draft(table[:, 1:end], table[:, 0], parents=None if parents is None else table[:, end:], expected=expected)
 
 
+def rows_of(draft: Draft) -> list[list[int]]:
+    """The tokens of a draft by row."""
+    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.lengths.tolist(), strict=True)]
+
+
+def continued(draft: Draft, rows: Sequence[Sequence[int]]) -> Draft:
+    """The chains of another drafter after they were continued. rows: what they are now, each beginning as before. What was
+    added depends on earlier tokens only, and its q is one-hot, so that sampling stays exact."""
+    found, q = from_lists(rows, None, draft.tokens.device), draft.q
+    if q is not None:
+        certain = torch.nn.functional.one_hot(found.tokens, q.shape[-1]).to(q.dtype)
+        is_drafted = torch.arange(found.width, device=q.device) < draft.lengths[:, None]
+        q = torch.nn.functional.pad(q, (0, 0, 0, found.width - q.shape[1]))
+        q = q.where(is_drafted[:, :, None], certain)
+    return replace(found, q=q, continued=draft)
+
+
 @dataclass(frozen=True)
 class Tree:
     """A tree whose nodes refer to the ranked candidates of their level. Best first, hence parents first."""

@@ -24,6 +24,7 @@ calls.prompt:calls.assembly methods.shared.training.frozen:methods.shared.traini
 lab.bench.page:lab.bench.table lab.plan.speed:lab.plan.sizes lab.training.plot:lab.training.trainer
 lab.training.chats:lab.training.written methods.dflash.runner:methods.dflash.draft grammars.libraries:grammars.matcher
 zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_steps
+methods.draft_model.pard2:methods.draft_model.pard methods.draft_model.train_pard:methods.draft_model.train
 """
 
 MOVED: dict[str, str] = {
@@ -36,7 +37,7 @@ MOVED: dict[str, str] = {
     **{f"drafters.{name}": f"methods.shared.{name}" for name in _SHARED},
     **{f"drafters.{old}": f"methods.{new}.draft" for old, new in _HEADS.items()},
     "drafters.pard": "methods.draft_model.pard",
-    "drafters.pard2": "methods.draft_model.pard2",
+    "drafters.pard2": "methods.draft_model.pard",
     "drafters.recurrent_drafter": "methods.draft_model.recurrent",
     "drafters.tree_drafter": "methods.draft_model.tree",
     "drafters.suffix_memory": "methods.suffix.memory",
@@ -58,7 +59,7 @@ MOVED: dict[str, str] = {
     **{f"training.{old}": f"methods.{new}.train" for old, new in _HEADS.items()},
     "training.distill": "methods.draft_model.train",
     "training.early_exit": "methods.early_exit.train",
-    "training.pard": "methods.draft_model.train_pard",
+    "training.pard": "methods.draft_model.train",
     **{
         f"training.{name}": f"methods.shared.training.{name}"
         for name in ("data", "features", "frozen", "heads", "losses", "masks", "method", "plan")

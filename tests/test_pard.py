@@ -18,7 +18,7 @@ from assisted.engine.runner import CachedModel
 from assisted.methods import Target, parse
 from assisted.methods.draft_model.pard import TOKENS, PardDrafter, PardDrafting
 from assisted.methods.draft_model.recurrent import RecurrentDrafter
-from assisted.methods.draft_model.train_pard import PardSettings, PardTraining
+from assisted.methods.draft_model.train import PardSettings, PardTraining
 from assisted.methods.draft_model.tree import TreeDrafter
 from assisted.methods.other_tokenizer.draft import TranslatedDrafter
 from assisted.methods.shared.training.masks import rows_of, seen_by

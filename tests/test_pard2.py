@@ -15,8 +15,7 @@ from test_sampling import require_distribution, tiny
 from torch import nn
 
 from assisted import AssistedModelForCausalLM, Merged, Pard
-from assisted.methods.draft_model.pard import PardDrafter
-from assisted.methods.draft_model.pard2 import FILE, Pard2Drafter, Pard2Drafting
+from assisted.methods.draft_model.pard import FILE, Pard2Drafter, Pard2Drafting, PardDrafter
 
 MASK, LAYERS, SCALE = 7, [-1, 1], 0.5
 pytestmark = pytest.mark.usefixtures("invariants")

@@ -24,8 +24,7 @@ from assisted.lab.training import checkpoints, trainer
 from assisted.lab.training.trainer import train
 from assisted.methods.assistant.train import AssistantSettings, AssistantTraining
 from assisted.methods.dflash.train import BlockSettings, BlockTraining
-from assisted.methods.draft_model.train import Distillation, DistillSettings, first_draft
-from assisted.methods.draft_model.train_pard import PardSettings, PardTraining
+from assisted.methods.draft_model.train import Distillation, DistillSettings, PardSettings, PardTraining, first_draft
 from assisted.methods.eagle import train as eagle
 from assisted.methods.eagle.formats import load_eagle
 from assisted.methods.eagle.train import EagleSettings, EagleTraining, frequent_tokens

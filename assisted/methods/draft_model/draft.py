@@ -1,5 +1,5 @@
 """Drafting with a small causal LM (2211.17192, 2302.01318): loading it, and checking whether it shares the target's tokenizer.
-The drafting itself is in model_drafter.py, tree_drafter.py, pard.py and other_tokenizer.py.
+The drafting itself is in shared/model_drafter.py, tree.py, pard.py, recurrent.py and other_tokenizer/.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from ..shared.base import Room, Spec, Target, require_positive
 from ..shared.files import find_folder
 from ..shared.model_drafter import ModelDrafter
 from ..shared.registry import heads_at, kind_of, register
-from .pard import PardDrafter, is_pard
-from .pard2 import Pard2Drafter, is_pard2, load_projection
+from .pard import Pard2Drafter, PardDrafter, is_pard, is_pard2, load_projection
 from .recurrent import RecurrentDrafter
 from .tree import BEAM, CANDIDATES, TreeDrafter
 
@@ -164,9 +163,25 @@ class DraftModel(Spec):
         return ModelDrafter.translated(model, size, tokenizer, target.tokenizer)
 
 
+class _Named(DraftModel):
+    """A draft model that drafts in a way of its own, which the string form names."""
+
+    crosses = False
+    served_as = None
+
+    @classmethod
+    def named(cls, rest: str) -> Spec:
+        """The spec for `"pard:DIR"` or `"draft-tree:DIR"`."""
+        if not rest:
+            raise ValueError(
+                f"draft: {cls.name!r} does not name a model; write '{cls.name}:DIR' with a folder or Hub id"
+            )
+        return cls(rest)
+
+
 @register("draft-tree")
 @dataclass(frozen=True)
-class DraftTree(DraftModel):
+class DraftTree(_Named):
     """A small causal LM drafts a token tree: `"draft-tree:zoo:draft"`.
 
     For targets whose forward pass takes about as long for hundreds of positions as for one, above all targets with weights on
@@ -182,10 +197,8 @@ class DraftTree(DraftModel):
     """
 
     title = "Draft model, large trees"
-    crosses = False
     trees = True
     has_q = False
-    served_as = None
     not_served = "engines draft no trees of this kind; DraftModel drafts chains"
 
     nodes: int | None = None
@@ -195,15 +208,6 @@ class DraftTree(DraftModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "nodes", "beam", "candidates")
-
-    @classmethod
-    def named(cls, rest: str) -> DraftTree:
-        """The spec for `"draft-tree:DIR"`."""
-        if not rest:
-            raise ValueError(
-                "draft: 'draft-tree' does not name a model; write 'draft-tree:DIR' with a folder or Hub id"
-            )
-        return cls(rest)
 
     def _drafter(self, target: Target, *loaded: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft with another tokenizer, whose tokens would be translated."""
@@ -219,7 +223,7 @@ class DraftTree(DraftModel):
 
 @register("pard")
 @dataclass(frozen=True)
-class Pard(DraftModel):
+class Pard(_Named):
     """A causal LM that was trained for it drafts several tokens in one forward pass (PARD, 2504.18583): `"pard:DIR"`.
 
     `DraftModel` recognizes such a draft by its config, so that its path alone is enough; this spec sets the options.
@@ -232,24 +236,15 @@ class Pard(DraftModel):
     """
 
     title = "PARD drafts"
-    crosses = False
     acceptance = (0.4, 0.8)
-    served_as = None
     not_served = "hand the folder over as a draft model (DraftModel): engines that can draft in parallel recognize it"
-    training = "assisted.methods.draft_model.train_pard:PardTraining"
+    training = "assisted.methods.draft_model.train:PardTraining"
 
     tokens: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "tokens")
-
-    @classmethod
-    def named(cls, rest: str) -> Pard:
-        """The spec for `"pard:DIR"`."""
-        if not rest:
-            raise ValueError("draft: 'pard' does not name a model; write 'pard:DIR' with a folder or Hub id")
-        return cls(rest)
 
     def _drafter(self, target: Target, *loaded: Any) -> ModelDrafter:
         """As `DraftModel`. Raises ValueError also for a draft without a mask token, with another tokenizer, or with recurrent

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .parts import Form, Layers, Pass, Recorder, dressed, hidden_of, try_out, with_children
+from .traits import experts_of
 
 Path = tuple[str, ...]
 UNCHANGED = 0.05  # relative to the norm of the hidden states: how much a layer without its sublayers may change them
@@ -98,7 +99,8 @@ def find_sublayers(model: PreTrainedModel, layers: Layers) -> list[Sublayer]:
         for place, guess in enumerate(guesses)
     ]
     trials = _tried_without(model, layers, [[entry for modules in pair for entry in modules] for pair in pairs])
-    active = _active_experts(model)
+    experts = experts_of(model.config.get_text_config(decoder=True))
+    active = experts[1] / experts[0] if experts else 1.0
     head = model.get_output_embeddings()
     total = sum(_weights(layer, active) for layer in own) + (0 if head is None else _weights(head, active))
     found = []
@@ -183,11 +185,3 @@ def _weights(module: nn.Module, active: float) -> float:
     return sum(
         weight.numel() * (active if "experts" in name.split(".") else 1.0) for name, weight in module.named_parameters()
     )
-
-
-def _active_experts(model: PreTrainedModel) -> float:
-    config = model.config.get_text_config(decoder=True)
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    count = next((number for number in counts if number), None)
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return chosen / count if count and chosen else 1.0

@@ -41,6 +41,7 @@ _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
 _LONGEST = 512
 _STEPPED = frozenset({"falcon_mamba", "jamba", "mamba", "nemotron_h", "zamba", "zamba2"})
 """Model types whose states can't be copied, as the trials find: their layers run one column after the other."""
+_FROM_STATES, _FROM_CACHE = "continuing from a state", "continuing from its cache"  # what trials do
 _MANY = 16  # results kept for a model that changes
 _PLAIN = ("torch.nn.", "transformers.", "assisted.", "peft.")  # whose modules treat every token by itself, but for
 _ROUNDED = ("torch.nn.quantized.", "transformers.integrations.")  # these
@@ -96,10 +97,10 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
         return None
     own_way = () if is_own else (needs, _settings(model))
     if traits.is_recurrent:
-        reason = _tried(model, trusted, own_way, lambda: _obstacle(model))
+        reason = _tried(model, trusted, own_way, lambda: _obstacle(model), _FROM_STATES)
     else:
-        masks = masks_of(model, trusted)
-        reason = _tried(model, trusted, own_way, lambda: _obstacle_of_slots(model, masks, needs))
+        trial = partial(_obstacle_of_slots, model, masks_of(model, trusted), needs)
+        reason = _tried(model, trusted, own_way, trial, _FROM_CACHE)
     if reason is None:
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
@@ -156,8 +157,8 @@ def _rounding_kind(model: PreTrainedModel) -> str | None:
 
 
 def _moved_by_outliers(model: PreTrainedModel) -> str | None:
-    """How far logits move when the tokens around have outliers, in the same row and in another one; None if that is rounding,
-    or if the model cannot be asked. Both passes have one shape, so nothing else differs."""
+    """How far logits move when the tokens around have outliers, in the same row and in another one; None if that is rounding.
+    Both passes have one shape, so nothing else differs."""
     traits, rows, width = Traits.of(model), 4, 8
     ids = (torch.arange(7, 7 + rows * width, device=device_of(model)).view(rows, width) * 7919) % traits.vocabulary
     decoder: Any = model.get_decoder() if traits.crosses else model
@@ -185,17 +186,12 @@ def _moved_by_outliers(model: PreTrainedModel) -> str | None:
             if hook is not None:
                 hook.remove()
 
-    try:
-        with _attributes_kept(model), _buffers_kept(model), without_gradients(model):
-            expected = logits(0.0)
-            for size in _OUTLIERS:
-                if bool((found := logits(size)).isfinite().all()):
-                    moved = apart(found, expected)
-                    return f"{moved:.2g}" if moved > _MIXED.get(model.dtype, _MIXED_HALF) else None
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError):
-        pass
+    with _attributes_kept(model), _buffers_kept(model):
+        expected = logits(0.0)
+        for size in _OUTLIERS:
+            if bool((found := logits(size)).isfinite().all()):
+                moved = apart(found, expected)
+                return f"{moved:.2g}" if moved > _MIXED.get(model.dtype, _MIXED_HALF) else None
     return None
 
 
@@ -220,27 +216,21 @@ def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust) -> str | None
 
     def trial() -> str | None:
         ids = (torch.arange(7, 19, device=device_of(model))[None] * 7919) % Traits.of(model).vocabulary
-        try:
-            with without_gradients(model):
-                cache = slots_for(model, None, 1, ids.shape[1], masks)
-                if not cache.slot_layers:
-                    return "states alone do not show how many tokens they have read"
-                expected = target_runner(model, cache, masks).prefill(ids, None)
-                reader = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks)
-                reader.prefill(ids[:, :4], None)
-                for token in ids[:, 4:7].split(1, 1):  # some layers read a token alone in another way (Zamba 2)
-                    reader(token)
-                    reader.commit([1])
-                again = slots_for(model, reader.cache.to_dynamic(None), 1, ids.shape[1], masks)
-                found = target_runner(model, go_on(again, 7, ids.shape[1]), masks).prefill(ids[:, 7:], None)
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            return f"reading on from a state fails ({type(error).__name__}: {error})"
+        cache = slots_for(model, None, 1, ids.shape[1], masks)
+        if not cache.slot_layers:
+            return "states alone do not show how many tokens they have read"
+        expected = target_runner(model, cache, masks).prefill(ids, None)
+        reader = target_runner(model, slots_for(model, None, 1, ids.shape[1], masks), masks)
+        reader.prefill(ids[:, :4], None)
+        for token in ids[:, 4:7].split(1, 1):  # some layers read a token alone in another way (Zamba 2)
+            reader(token)
+            reader.commit([1])
+        again = slots_for(model, reader.cache.to_dynamic(None), 1, ids.shape[1], masks)
+        found = target_runner(model, go_on(again, 7, ids.shape[1]), masks).prefill(ids[:, 7:], None)
         difference = apart(found, expected)
         return None if difference <= rounding_of(model.dtype) else "reading on from a state gives other logits"
 
-    return _tried(model, trusted, ("reads on", masks.trees), trial)
+    return _tried(model, trusted, ("reads on", masks.trees), trial, "reading on from a state")
 
 
 def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> Masks:
@@ -258,9 +248,9 @@ def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> M
         return traits.masks
     over_columns = traits.column_masks
     if over_columns is not None and replaces and trusted.is_own and not trusted.hooks:
-        wanted = traits.masks.trees or _tried(model, trusted, (), lambda: _obstacle(model)) is not None
+        wanted = traits.masks.trees or _tried(model, trusted, (), lambda: _obstacle(model), _FROM_STATES) is not None
         trial = partial(_obstacle_of_slots, model, over_columns, NOTHING)
-        if wanted and _tried(model, trusted, ("columns",), trial) is None:
+        if wanted and _tried(model, trusted, ("columns",), trial, _FROM_CACHE) is None:
             return over_columns
     return replace(traits.masks, trees=False)
 
@@ -274,15 +264,22 @@ def expected_masks(model: PreTrainedModel, replaces: bool = True) -> Masks:
 
 
 def _tried(
-    model: PreTrainedModel, trusted: Trust, about: tuple[Any, ...], trial: Callable[[], str | None]
+    model: PreTrainedModel, trusted: Trust, about: tuple[Any, ...], trial: Callable[[], str | None], what: str = ""
 ) -> str | None:
-    """The result of a trial, which runs again if the device, the dtype or the code has changed."""
+    """The result of a trial, which runs again if the device, the dtype or the code has changed. what: is tried, for the reason
+    why it fails; empty if nothing follows from that."""
     known = _TRIED.setdefault(model.base_model, {})
     key = (device_of(model), model.dtype, trusted.code, trusted.hooks, about)
     if key not in known:
         if len(known) >= _MANY:
             known.clear()
-        known[key] = trial()
+        try:
+            with without_gradients(model):
+                known[key] = trial()
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            known[key] = f"{what} fails ({type(error).__name__}: {error})" if what else None
     return known[key]
 
 
@@ -298,16 +295,10 @@ def _obstacle_of_slots(model: PreTrainedModel, masks: Masks, needs: Needs) -> st
     """
     windows = [window for window in masks.windows.values() if window is not None]
     long = min(max([_LONG, *(window + 3 for window in windows)]), _LONGEST, Traits.of(model).context // 2)
-    limit, prompts = rounding_of(model.dtype), sorted({5, max(5, long)})
-    try:
-        with without_gradients(model):
-            found = [pair for prompt in prompts for pair in _compared(model, masks, needs, prompt)]
-            difference = _largest(model, found)
-            limit = _allowed(model, difference, limit, _rows_of_text(model, prompts[-1]), prompts[-1])
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"continuing from its cache fails ({type(error).__name__}: {error})"
+    prompts = sorted({5, max(5, long)})
+    difference = _largest(model, [pair for prompt in prompts for pair in _compared(model, masks, needs, prompt)])
+    text = _rows_of_text(model, prompts[-1])
+    limit = _allowed(model, difference, rounding_of(model.dtype), text, prompts[-1])
     if not difference <= limit:  # NaN included
         return _differs("its forward passes over several tokens differ from those over one token", difference, limit)
     return None
@@ -409,22 +400,17 @@ def _obstacle(model: PreTrainedModel) -> str | None:
     size = Traits.of(model).vocabulary
     ids = (torch.arange(7, 31, device=device_of(model)).view(2, 12) * 7919) % size
     prompt, end = 7, 12
-    try:
-        with _attributes_kept(model) as changed, without_gradients(model):
-            expected = _one_by_one(model, ids, prompt)[:, 1:]
+    with _attributes_kept(model) as changed:
+        expected = _one_by_one(model, ids, prompt)[:, 1:]
 
-            several = _reader(model, ids[:, :prompt])
-            together = several(ids[:, prompt:end]).float()
-            several.commit([2, 2])
-            put_back = several(ids[:, prompt + 2 : end]).float()
+        several = _reader(model, ids[:, :prompt])
+        together = several(ids[:, prompt:end]).float()
+        several.commit([2, 2])
+        put_back = several(ids[:, prompt + 2 : end]).float()
 
-            forgetful = _reader(model, ids[:, :prompt])
-            forgetful.cache.forget()
-            forgotten = forgetful(ids[:, prompt:end]).float()
-    except torch.OutOfMemoryError:
-        raise
-    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"continuing from a state fails ({type(error).__name__}: {error})"
+        forgetful = _reader(model, ids[:, :prompt])
+        forgetful.cache.forget()
+        forgotten = forgetful(ids[:, prompt:end]).float()
     if changed:
         return f"it keeps its state in its own modules ({changed[0]}), not in the cache"
     # Where the state matters little, an empty one gives almost the same logits; rounding is the lower bound.
@@ -436,8 +422,7 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         (put_back, expected[:, 2:], "it does not continue correctly from a restored state"),
     ):
         difference = _largest(model, [(logits, wanted)])
-        with without_gradients(model):
-            limit = _allowed(model, difference, limit, ids, prompt)
+        limit = _allowed(model, difference, limit, ids, prompt)
         if not difference <= limit:  # NaN included
             return _differs(what, difference, limit)
     return None

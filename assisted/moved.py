@@ -25,6 +25,7 @@ lab.bench.page:lab.bench.table lab.plan.speed:lab.plan.sizes lab.training.plot:l
 lab.training.chats:lab.training.written methods.dflash.runner:methods.dflash.draft grammars.libraries:grammars.matcher
 zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_steps
 methods.draft_model.pard2:methods.draft_model.pard methods.draft_model.train_pard:methods.draft_model.train
+lab.doctor.comparison:lab.doctor.passes lab.handover.readme:lab.handover.package
 """
 
 MOVED: dict[str, str] = {

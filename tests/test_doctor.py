@@ -20,7 +20,6 @@ from assisted.cli.doctor import _quick
 from assisted.cli.main import main
 from assisted.fast import fused, native
 from assisted.lab.bench.statistics import Interval
-from assisted.lab.doctor.comparison import Comparison, Written, compare
 from assisted.lab.doctor.diagnosis import Check, Diagnosis, Examination, Settings
 from assisted.lab.doctor.examine import _way, examine, read_prompts
 from assisted.lab.doctor.findings import advice, bottlenecks, told
@@ -35,7 +34,17 @@ from assisted.lab.doctor.forecast import (
     marks,
     tree_columns,
 )
-from assisted.lab.doctor.passes import Bandwidth, Memory, PassTimes, bandwidth, memory, pass_times
+from assisted.lab.doctor.passes import (
+    Bandwidth,
+    Comparison,
+    Memory,
+    PassTimes,
+    Written,
+    bandwidth,
+    compare,
+    memory,
+    pass_times,
+)
 from assisted.lab.doctor.trials import Trials, starts
 from assisted.lengths import Costs
 from assisted.lengths.policies import Never

@@ -7,9 +7,8 @@ from typing import Any
 
 from ...distribution import require_temperature
 from ..bench.statistics import Interval
-from .comparison import Comparison
 from .forecast import Expected
-from .passes import Memory, PassTimes
+from .passes import Comparison, Memory, PassTimes
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from textwrap import fill
 
 from ..bench.statistics import Interval
 from ..bench.table import aligned
-from .comparison import Comparison
 from .diagnosis import Diagnosis, Examination
+from .passes import Comparison
 
 WIDTH = 79
 WORTHWHILE = 1.03  # the least speedup for which drafting is recommended

@@ -22,10 +22,9 @@ from ...modeling import AssistedModelForCausalLM
 from ..bench.clock import FirstToken, Progress, turns
 from ..bench.methods import plain
 from ..bench.protocol import Rules, gave_up
-from .comparison import Comparison, Written, compare
 from .diagnosis import Settings
 from .forecast import Drafts, Recorded, Step, expect, marks, tree_columns
-from .passes import PassTimes, pass_times
+from .passes import Comparison, PassTimes, Written, compare, pass_times
 
 COLUMNS = tuple(range(1, 17))
 SOME_COLUMNS = (1, 2, 4, 8, 16)  # at longer contexts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .engines import ENGINES
-from .package import hand_over
-from .readme import Handover
+from .package import Handover, hand_over
 
 __all__ = ["ENGINES", "Handover", "hand_over"]

@@ -26,6 +26,7 @@ lab.training.chats:lab.training.written methods.dflash.runner:methods.dflash.dra
 zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_steps
 methods.draft_model.pard2:methods.draft_model.pard methods.draft_model.train_pard:methods.draft_model.train
 lab.doctor.comparison:lab.doctor.passes lab.handover.readme:lab.handover.package
+engine.tree_reader:methods.draft_model.tree engine.signatures:engine.parts
 """
 
 MOVED: dict[str, str] = {

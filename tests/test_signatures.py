@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import DraftingStopped
 from assisted.engine import verifiable as trial
-from assisted.engine.signatures import generate_passes, takes
+from assisted.engine.parts import generate_passes, takes
 from assisted.engine.verifiable import TESTED, require_verifiable
 
 CALL = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

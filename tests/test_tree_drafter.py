@@ -13,10 +13,9 @@ from assisted import AssistedModelForCausalLM, DraftModel, DraftTree
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.engine.tree_reader import TreeReader
 from assisted.lengths import Adaptive, Costs
 from assisted.lengths.cost_model import COLUMN, Timings
-from assisted.methods.draft_model.tree import LARGEST, TreeDrafter
+from assisted.methods.draft_model.tree import LARGEST, TreeDrafter, TreeReader
 from assisted.methods.shared.tree_growth import Offers
 
 SOME = ["llama", "gpt2", "qwen2", "gemma2", "mistral"]  # learned positions, windows, several masks
@@ -33,7 +32,7 @@ def test_nodes_read_in_parts_have_the_logits_of_their_paths(name: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     runner.prefill(ids, mask)
-    reader = TreeReader(runner, 20)
+    reader = TreeReader(runner, 20, lambda logits: logits)
     paths: list[list[list[int]]] = [[], []]
     for width in (1, 3, 5, 4):
         before = reader.columns

@@ -26,12 +26,11 @@ from ..engine.libraries import (
     is_of_caller,
 )
 from ..engine.needs import Needs
-from ..engine.parts import unwrapped
+from ..engine.parts import takes, unwrapped
 from ..engine.pool import Lent, SessionPool
 from ..engine.prepared import CallSettings
 from ..engine.ranks import waits_for_others
 from ..engine.session import Session, is_plain, using
-from ..engine.signatures import takes
 from ..engine.states import has_uncounted_states
 from ..engine.traits import Traits, change_of, reads_anew_at, turns_by_section
 from ..engine.trust import Trust, blamed

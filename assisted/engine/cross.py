@@ -16,9 +16,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from .cache import SlotCache
 from .libraries import CACHE
-from .parts import Around, device_of, with_children
+from .parts import Around, device_of, takes, with_children
 from .prepared import PreparedModule
-from .signatures import takes
 
 _TRIAL = 5  # columns of the encoder's output in trial runs
 

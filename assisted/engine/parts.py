@@ -1,4 +1,5 @@
-"""Runs part of a model: its first layers, or its last ones.
+"""Runs part of a model: its first layers, or its last ones. Also tells which arguments a model's forward takes, if a wrapper's
+signature does not name them, too: `*args, **kwargs` stand for whatever the wrapped forward takes.
 
 A part is another object of the model's class that shares its weights and buffers and has a different list of layers. The
 model is not changed and can run at the same time. Deals with modules only, not with drafts or caches.
@@ -7,7 +8,9 @@ model is not changed and can run at the same time. Deals with modules only, not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -16,11 +19,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .libraries import hook_of, source_of, uncompiled
+from .libraries import CACHE, CACHE_NAMES, hook_of, source_of, uncompiled
 
 Form = int | None
 """What a module returns: None for a tensor, or the length of a tuple whose first entry is the tensor."""
 _Module = TypeVar("_Module", bound=nn.Module)
+_SEEN: weakref.WeakKeyDictionary[Callable[..., Any], tuple[frozenset[str], bool]] = weakref.WeakKeyDictionary()
 
 
 def unwrapped(model: Any) -> Any:
@@ -256,3 +260,43 @@ def try_out(model: Any, ids: torch.Tensor | None = None) -> Any:
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """The hidden states that a module is called with."""
     return args[0] if args else kwargs["hidden_states"]
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether a model's forward takes an argument of this name. A forward with `**kwargs` is assumed to pass it on to the
+    next one: from the object's own to those of its base classes, in order."""
+    for forward in _forwards(model):
+        names, passes_on = _arguments(forward)
+        if name in names:
+            return True
+        if not passes_on:
+            return False
+    return False
+
+
+def cache_argument(model: Any) -> str:
+    """The argument in which a model's forward takes its cache."""
+    return next((name for name in CACHE_NAMES if takes(model, name)), CACHE)
+
+
+def generate_passes(model: Any, name: str) -> bool:
+    """Whether `generate` gives a model an argument of this name. It checks only the outermost signature."""
+    return name in _arguments(model.forward)[0]
+
+
+def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """The names of a forward's arguments, and whether it takes others, too. Read once, because every call asks."""
+    forward = getattr(forward, "__func__", forward)
+    found = _SEEN.get(forward)
+    if found is None:
+        parameters = inspect.signature(forward).parameters
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        found = _SEEN[forward] = frozenset(parameters), passes_on
+    return found
+
+
+def _forwards(model: Any) -> Iterator[Callable[..., Any]]:
+    yield model.forward
+    for kind in type(model).__mro__:
+        if "forward" in vars(kind):
+            yield vars(kind)["forward"]

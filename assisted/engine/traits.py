@@ -30,8 +30,7 @@ from .libraries import (
     is_stateful,
 )
 from .masks import Masks
-from .parts import unwrapped
-from .signatures import cache_argument, generate_passes, takes
+from .parts import cache_argument, generate_passes, takes, unwrapped
 from .stepped import by_position
 
 _SLOTS = {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}

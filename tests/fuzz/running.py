@@ -24,8 +24,8 @@ from architectures import build, random_ids
 from transformers import LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
 from assisted import AssistedModelForCausalLM, decoding
+from assisted.engine.parts import takes
 from assisted.engine.session import Session
-from assisted.engine.signatures import takes
 from assisted.fast import products
 from assisted.fast.low_bit import LowBitLinear
 

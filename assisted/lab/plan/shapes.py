@@ -14,7 +14,7 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedM
 from ... import zoo
 from ...configuration import AssistedConfig
 from ...engine.libraries import chooses_experts
-from ...engine.signatures import cache_argument
+from ...engine.parts import cache_argument
 from ...loading.classes import auto_class
 from ...loading.files import headers
 from ...loading.gguf import named_in, read_config

@@ -4,7 +4,6 @@ and a session or a rejected token costs nothing. Chains and trees are grown as b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +17,11 @@ from ...core.text import Text
 from ...engine.needs import Needs
 from ...engine.parts import unwrapped
 from ...engine.runner import CachedModel
-from ...engine.tree_reader import NodeReader
 from ..eagle.draft import EagleDrafter, EagleOptions, HeadDrafting
 from ..shared.base import Call, HeadSpec, Room, Target
 from ..shared.heads import Head
 from ..shared.registry import register
+from ..shared.tree_growth import NodeReader, Rows
 from .head import AssistantHead, Keys, is_assistant, load_assistant, require_kind, save_assistant, sources_of
 
 
@@ -125,7 +124,7 @@ class AssistantDrafting(HeadDrafting):
         reader = AssistantReader(step, self.state.to(step.device))
         logits = reader.first(text.last_tokens())
         if self.trees:
-            return self.draft_tree(reader, logits, text, budget)
+            return self.best_tree(reader, logits, text, self.limits(budget))
         state = reader.states
 
         def read(tokens: torch.Tensor) -> torch.Tensor:
@@ -201,9 +200,7 @@ class AssistantReader(NodeReader):
         logits, self.states = self.step(tokens, self.states.to(self.step.head.dtype))
         return logits
 
-    def read(
-        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor:
         tokens, parents = filled(tokens), filled(parents, -1)
         ids, above = on_device([tokens, parents], self.states.device).unbind()
         states = self.states.gather(1, (above + 1)[:, :, None].expand(-1, -1, self.states.shape[-1]))

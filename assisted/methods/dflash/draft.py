@@ -20,14 +20,13 @@ from ...core.text import Text
 from ...engine.needs import Needs
 from ...engine.passes import Inputs
 from ...engine.prepared import PreparedModule
-from ...engine.tree_reader import NodeReader
 from ...engine.trust import Trust
 from ..eagle.draft import EagleDrafter, EagleDrafting, WindowOptions
 from ..shared.base import Call, HeadSpec, Room, Target
 from ..shared.heads import StateHead
 from ..shared.registry import register
 from ..shared.runner import HeadRunner
-from ..shared.tree_growth import Growing, Limits
+from ..shared.tree_growth import Growing, Limits, NodeReader, Rows
 from .formats import is_block, load_block, require_block, save_block
 from .head import BlockHead
 
@@ -128,9 +127,7 @@ class Block(NodeReader):
     def over_all(self, logits: Tensor) -> Tensor:
         return self.head.over_all(logits)
 
-    def read(
-        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> Tensor:
         tokens, parents, depths = filled(tokens), filled(parents, -1), filled(depths, 1)
         read, above, places = on_device([tokens, parents, depths], self.states.device).unbind()
         memory = self._memory

@@ -5,22 +5,22 @@ much for hundreds of positions as for one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...core.drafts import Draft, Round
+from ...core.host import filled, on_device
 from ...core.text import Text
 from ...engine.parts import unwrapped
 from ...engine.runner import CachedModel
 from ...engine.traits import Traits
-from ...engine.tree_reader import TreeReader
 from ...lengths.cost_model import KEEP_LOCAL, DecayedMean, best_size
 from ...lengths.rates import Rates
 from ..shared.base import Call, Drafting
 from ..shared.model_drafter import ModelDrafter, ModelDrafting
-from ..shared.tree_growth import ROOT, Growing, Limits, grow, learn
+from ..shared.tree_growth import ROOT, Growing, Limits, NodeReader, Rows, grow, learn
 
 LARGEST = 1024  # nodes of a tree
 BEAM = 32  # nodes that the draft reads in a forward pass
@@ -93,7 +93,7 @@ class TreeDrafting(ModelDrafting):
         chosen = drafter.nodes is None and costs is not None
         most = min(LARGEST, _GROWTH * drafter.largest) if chosen else drafter.nodes or _FIRST
         room = 2 * most + _PASSES * drafter.beam  # many nodes that were read are no longer among the best in the end
-        reader = FittedReader(runner, room, lambda logits: self.fitted(logits, text))
+        reader = TreeReader(runner, room, lambda logits: self.fitted(logits, text))
         limits = Limits(depth, drafter.beam, drafter.candidates, most, room)
         each = drafter.seconds.mean()
 
@@ -129,12 +129,55 @@ def _gain(grown: Growing) -> float:
     return gain * got / had / len(grown.text.unfinished) if had else 0.0
 
 
-class FittedReader(TreeReader):
-    """fitted: maps the model's logits to the target's vocabulary."""
+class TreeReader(NodeReader):
+    """The nodes of a token tree that a model has read, in the slots after the committed text.
+
+    Nodes may be read in any order in which parents precede their children, those of one forward pass at different depths. Each
+    node attends to what its parent attends to, and to itself. The slots remain filled; the caller rewinds the cache.
+
+    Args:
+        runner: a model that takes 4-D masks (`Masks.trees`). It has read all committed tokens, the last one included.
+        room: the largest number of columns that are read.
+        fitted: maps the model's logits to the target's vocabulary.
+    """
 
     def __init__(self, runner: CachedModel, room: int, fitted: Callable[[torch.Tensor], torch.Tensor]):
-        super().__init__(runner, room)
+        super().__init__(runner.cache.rows)
         self.fitted = fitted
+        cache = runner.cache
+        self.runner = runner
+        self.known = cache.ends(runner.device)  # [R, 1]
+        self.first = on_device(runner.first_positions(), runner.device)[:, None]
+        slots = torch.arange(max(cache.lengths[row] for row in cache.running) + room, device=runner.device)
+        seen = cache.hide_padding(slots < self.known)
+        self.seen = seen[:, None]  # [R, 1 + columns, S] bool, the slots that the root and each column attend to
+        self.places = slots.repeat(len(seen), 1)  # [R, S], the index of each slot's token in its row's text
 
-    def read(self, *nodes: Sequence[Sequence[int]]) -> torch.Tensor:
-        return self.fitted(super().read(*nodes))
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor:
+        runner, cache = self.runner, self.runner.cache
+        tokens, parents, depths = filled(tokens), filled(parents, -1), filled(depths, 1)
+        running, width = cache.running, len(tokens[0])
+        cache.place(width, runner.device)
+        # one copy of all indices to the device
+        table = on_device(
+            [
+                [tokens[row] for row in running],
+                [parents[row] for row in running],
+                [depths[row] for row in running],
+                [list(range(cache.lengths[row], cache.lengths[row] + width)) for row in running],
+            ],
+            runner.device,
+        )
+        ids, above, depth, slots = table.unbind()
+        seen = self.seen.gather(1, (above + 1)[:, :, None].expand(-1, -1, self.seen.shape[-1]))
+        seen = seen.scatter(2, slots[:, :, None], True)
+        where = self.known + depth - 1
+        self.places = self.places.scatter(1, slots, where)
+        self.seen = torch.cat([self.seen, seen], 1)
+        masks = runner.masks.dressed(
+            seen[..., : cache.top], self.places[:, None, : cache.top], where, runner.model.dtype
+        )
+        logits = runner.placed(ids, self.first + depth - 1, masks)
+        cache.commit([width] * cache.rows)
+        self.add(tokens, parents)
+        return self.fitted(cache.spread(logits))

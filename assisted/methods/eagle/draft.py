@@ -26,7 +26,6 @@ from ...engine.prepared import PreparedModule
 from ...engine.recurrent import slots_for, target_runner
 from ...engine.session import can_go_on, go_on
 from ...engine.traits import Traits, require_verifiable_cache
-from ...engine.tree_reader import NodeReader
 from ...engine.trust import Trust
 from ...engine.window import holds_end_of
 from ...fast.fused import prepare
@@ -39,7 +38,7 @@ from ..shared.chain import ChainDrafting
 from ..shared.heads import Head, StateHead
 from ..shared.registry import register
 from ..shared.runner import HeadRunner, LevelReader
-from ..shared.tree_growth import Growing, Limits, grow, grow_in_c, learn, shape_of
+from ..shared.tree_growth import Growing, Limits, NodeReader, grow, grow_in_c, learn, shape_of
 from .formats import is_eagle, load_eagle, require_eagle, save_eagle
 from .fused import fused_head, source_of
 from .head import EagleHead
@@ -215,20 +214,16 @@ class HeadDrafting(ChainDrafting):
         self.rates = drafter.rates[call.distribution.do_sample]
         self.grown: Growing | None = None  # the proposed tree, until it is verified
 
-    def draft_tree(self, reader: NodeReader, logits: torch.Tensor | None, text: Text, depth: int) -> Draft:
-        """A tree of a worthwhile size, or of a fixed one. The head reads the best `top_k` nodes of every level.
-
-        logits: [B, 1, Vd], after the committed text; None asks the reader for them.
-        """
-        return self.best_tree(reader, logits, text, self.limits(depth))
-
     def limits(self, depth: int) -> Limits:
-        """Those of a tree that grows level by level."""
+        """Those of a tree that grows level by level: the head reads the best `top_k` nodes of each."""
         top_k = self.drafter.top_k
         return Limits(depth, top_k, top_k, self.drafter.most, depth * top_k, by_level=True)
 
     def best_tree(self, reader: NodeReader, logits: torch.Tensor | None, text: Text, limits: Limits) -> Draft:
-        """A tree within limits. Otherwise as `draft_tree`."""
+        """A tree within limits, of a worthwhile size, or of a fixed one.
+
+        logits: [B, 1, Vd], after the committed text; None asks the reader for them.
+        """
         return self.best_of(grow(reader, self.call, text, logits, self.rates, limits, self.goes_on), limits.nodes)
 
     def goes_on(self, grown: Growing) -> bool:
@@ -410,8 +405,7 @@ class EagleDrafting(HeadDrafting):
             tree = runner.tree(state, shape_of(limits, self.rates))
             if tree is not None:
                 return self.best_of(grow_in_c(tree, text, length, self.goes_on), limits.nodes)
-        reader = LevelReader(runner, state, depth * self.drafter.top_k)
-        return self.draft_tree(reader, None, text, depth)
+        return self.best_tree(LevelReader(runner, state, limits.room), None, text, limits)
 
     def _chain_at_once(
         self, runner: HeadRunner, text: Text, tokens: torch.Tensor, states: torch.Tensor, counts: list[int], budget: int

@@ -70,6 +70,7 @@ class Lookup(Drafting):
 
     def __init__(self, call: Call):
         self.call = call
+        self.text: Text | None = None
         self.seen: list[int] | None = None  # number of columns read, per row
         self.backoffs: dict[int, Backoff] = {}  # by row: for what it adds to the drafts of others
         self.added: dict[int, tuple[list[int], list[int]]] = {}  # row -> a chain and what was added to it, until judged
@@ -127,6 +128,7 @@ class Lookup(Drafting):
 
     def catch_up(self, text: Text) -> None:
         """Read what was committed since the last call, with one transfer to the host."""
+        self.text = text
         if self.seen is None:
             self.seen = [text.prompt_length] * text.rows
             encoded = self.call.encoded  # whose text is copied from as well

@@ -19,10 +19,10 @@ from ...engine.cache import SlotCache
 from ...engine.parts import Inject
 from ...engine.passes import Inputs, Runner, slots_for
 from ...engine.prepared import PreparedModule
-from ...engine.tree_reader import NodeReader
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import HeadSteps, Shape, TreeInC
 from .heads import Head
+from .tree_growth import NodeReader, Rows
 
 
 class Level(NamedTuple):
@@ -226,7 +226,7 @@ class HeadRunner(Runner):
             seen[:, :hidden] &= self.cache.visible[:, :hidden].to(self.device)
         return Level(state[:, None], seen[:, None], (known + self.first).clamp(min=0))
 
-    def level(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> Level:
+    def level(self, tokens: Rows, parents: Rows, above: Level) -> Level:
         """A step over one level of a token tree. Only `commit` keeps any columns.
 
         tokens: those of the level's n columns, by row. parents: for each column, the index of its parent in the level above.
@@ -237,7 +237,7 @@ class HeadRunner(Runner):
         made = self._level(table, *(cache.of_running(part) for part in above))
         return Level(cache.spread(made.states), cache.spread(made.seen), above.positions + 1)
 
-    def _table(self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level) -> torch.Tensor:
+    def _table(self, tokens: Rows, parents: Rows, above: Level) -> torch.Tensor:
         """Tokens, parents and slots of a level's columns, [3, rows, n]: one copy of all indices to the device."""
         lengths, running, before = self.cache.lengths, self.cache.running, above.states.shape[1]
         ids = [tokens[row] for row in running]
@@ -256,9 +256,7 @@ class HeadRunner(Runner):
         made = self.head(self.head.embed(ids, self.target), given, positions, mask, self.cache)
         return Level(made, seen, positions + 1)
 
-    def level_at_once(
-        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], above: Level, count: int
-    ) -> tuple[Level, torch.Tensor] | None:
+    def level_at_once(self, tokens: Rows, parents: Rows, above: Level, count: int) -> tuple[Level, torch.Tensor] | None:
         """`level` and `best` in one captured function, whose results are valid until the next one; None where that is not
         possible. Not with the target's output embedding, which may change between calls."""
         twin = None if self.head.shares_output else self.passes.twin(self, above.seen.shape[-1])
@@ -320,9 +318,7 @@ class LevelReader(NodeReader):
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         return self.runner.head.over_all(logits)
 
-    def read(
-        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]], depths: Sequence[Sequence[int]]
-    ) -> torch.Tensor | None:
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor | None:
         """Read a level: children of nodes of the last level."""
         tokens, parents = filled(tokens), filled(parents, self.first)
         above = [[parent - self.first for parent in row] for row in parents]

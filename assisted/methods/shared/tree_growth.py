@@ -1,4 +1,5 @@
-"""Growing a token tree from a model's best next tokens: the loop of EAGLE-2 (2406.16858) and of SpecExec (2406.02532).
+"""Growing a token tree from a model's best next tokens: the loop of EAGLE-2 (2406.16858) and of SpecExec (2406.02532). The
+model reads the tree a few nodes at a time; how, the reader of each method knows.
 
 The tree is built on the host, from the few best tokens after each node. For so few numbers, Python lists are faster than the
 many small tensor operations that would be needed otherwise, on CPUs and accelerators alike.
@@ -14,17 +15,74 @@ from itertools import zip_longest
 import torch
 
 from ...core.drafts import Draft
-from ...core.host import now
+from ...core.host import now, on_device
 from ...core.text import Text
 from ...distribution import probabilities
-from ...engine.tree_reader import NodeReader
 from ...fast.head_steps import Shape, TreeInC
 from ...lengths.base import Length
 from ...lengths.rates import EDGES, Rates
 from .base import Call
 from .trees import chosen_nodes
 
+Rows = Sequence[Sequence[int]]
+"""Something of each node, by row; rows may have different numbers of them."""
 ROOT = -1  # stands for the committed text, the parent of the first nodes
+
+
+class NodeReader:
+    """Reads a token tree a few nodes at a time, and knows what it has read. A subclass overrides `read`.
+
+    Attributes:
+        tokens, parents: by row, of the columns read so far; rows are filled up. Parents are columns, -1 for the committed text.
+        vocabulary: the token ids of the logits' entries, [Vd] int64; None for 0, 1, ...
+        candidates: how many of the best tokens `best` is going to be asked for after each forward pass; None if logits are.
+    """
+
+    vocabulary: torch.Tensor | None = None
+    candidates: int | None = None
+
+    def __init__(self, rows: int):
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.parents: list[list[int]] = [[] for _ in range(rows)]
+
+    @property
+    def columns(self) -> int:
+        """Number of columns read."""
+        return len(self.tokens[0])
+
+    def add(self, tokens: Rows, parents: Rows) -> None:
+        """Add the columns of a forward pass, as many in every row."""
+        for row, (new, above) in enumerate(zip(tokens, parents, strict=True)):
+            self.tokens[row] += new
+            self.parents[row] += above
+
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor | None:
+        """Read nodes, by row; rows may have different numbers of them, and are filled up.
+
+        parents: columns that were read before, -1 for the committed text. depths: 1 for its children. Returns the logits after
+        each node, [B, n, Vd], zeros for rows that don't run; None if `best` has the candidates.
+        """
+        raise NotImplementedError
+
+    def logits(self) -> torch.Tensor:
+        """The same, of the nodes that were read last."""
+        raise NotImplementedError
+
+    def best(self) -> tuple[list[list[list[float]]], list[list[list[int]]]] | None:
+        """Probabilities and ids of the candidates after the nodes that were read last, by row and node; None where they must be
+        computed from logits."""
+        return None
+
+    def over_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, n, Vd] -> [B, n, V], -inf for tokens without a logit."""
+        return logits
+
+    def draft(self, device: torch.device) -> Draft:
+        """The columns as a draft, for processors that depend on the prefix."""
+        if not self.columns:
+            return Draft.empty(len(self.tokens), device)
+        tokens, parents = on_device([self.tokens, self.parents], device).unbind()
+        return Draft(tokens, tokens.new_full((len(tokens),), self.columns), parents=parents)
 
 
 @dataclass(frozen=True)

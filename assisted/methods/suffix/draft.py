@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.drafts import Draft, Round
+from ...core.drafts import Round
 from ...core.text import Text
 from ...engine.traits import Traits
 from ...lengths.cost_model import KEEP_LOCAL, PRIOR, DecayedMean
@@ -202,7 +202,6 @@ class SuffixDrafting(Lookup):
         self.waiting: dict[int, Continuation] = {}  # by row, until it is judged
         self.remembered: set[int] = set()  # rows whose output later calls can look up
         self.kept = DecayedMean()  # accepted tokens, of those that the counts predicted
-        self.text: Text | None = None
 
     def read(self, row: int, tokens: list[int]) -> None:
         if row not in self.rows:
@@ -242,10 +241,6 @@ class SuffixDrafting(Lookup):
                     points = tree.after(state.points(tree), drafted)
                     best = max(best, self._best(tree, points, budget, drafted), key=lambda c: c.expected)
         return best.tokens
-
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.text = text
-        return super().propose(text, budget)
 
     def observe(self, round: Round) -> None:
         if self.drafter.past is not None and self.text is not None and self.text.done:

@@ -15,23 +15,30 @@ SPECIAL = ["<pad>", "<s>", "</s>"]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def write_llama(file: Path, kind: str = "F32", seed: int = 0) -> Path:
-    """kind: of the matrices, "F32" or a type that gguf can write, such as "Q8_0"; norms are always F32."""
+def write_llama(
+    file: Path, kind: str = "F32", seed: int = 0, stated: Any = None, more: Any = None, model: str = "llama"
+) -> Path:
+    """kind: of the matrices, "F32" or a type that gguf can write, such as "Q8_0"; norms are always F32. stated: further
+    metadata, without the architecture. more: further tensors. model: the architecture."""
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokens = [*SPECIAL, *bytes_to_unicode().values(), "ab"]
     file.parent.mkdir(parents=True, exist_ok=True)
-    writer: Any = gguf.GGUFWriter(file, "llama")
+    writer: Any = gguf.GGUFWriter(file, model)
+    for name, value in (
+        {"block_count": LAYERS, "rope.dimension_count": HEAD, "rope.freq_base": 10000.0} | (stated or {})
+    ).items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{model}.{name}", value)
+    for name, values in (more or {}).items():
+        writer.add_tensor(name, np.asarray(values, np.float32))
     writer.add_context_length(512)
-    writer.add_block_count(LAYERS)
     writer.add_embedding_length(HIDDEN)
     writer.add_feed_forward_length(INNER)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(HEAD)
-    writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")

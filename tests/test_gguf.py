@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 import warnings
@@ -12,10 +13,12 @@ import pytest
 import torch
 from gguf_files import write_hybrid, write_llama
 from pairs import no_fallback
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from assisted import AssistedModelForCausalLM, DraftModel, Suffix, zoo
 from assisted.fast.low_bit import LowBitLinear
+from assisted.loading.gguf import read_config
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
 from assisted.methods import MTP
@@ -147,6 +150,101 @@ def test_a_target_is_quantized_after_it_was_read(file: Path, config: Any) -> Non
     assert torch.equal(pair.target(ids).logits, expected(ids).logits)
     pair.generate(**prompt(file), **CALL, draft_length=4)
     assert pair.report is not None and pair.report.accepted > 0
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+SCALED = {
+    "linear": ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"factor": 4.0}),
+    "yarn": (
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
+        YARN,
+    ),
+    "llama3": ({"rope.freq_base": 500000.0}, {"factor": 32.0, **LLAMA3}),
+}
+
+
+@pytest.mark.parametrize("scaling", SCALED)
+def test_rotary_scaling_that_transformers_does_not_read(scaling: str, tmp_path: Path) -> None:
+    stated, scaled = SCALED[scaling]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=write_llama(tmp_path / "plain.gguf").name)
+    config, more = copy.deepcopy(plain.config), {}
+    config.rope_parameters = {"rope_type": scaling, "rope_theta": stated.get("rope.freq_base", 10000.0), **scaled}
+    if scaling == "llama3":  # which llama.cpp's converter writes as factors
+        found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+        more["rope_freqs.weight"] = config.rope_parameters["rope_theta"] ** -(torch.arange(0, 16, 2) / 16) / found
+    right = LlamaForCausalLM(config)
+    right.load_state_dict(plain.state_dict())
+    file = write_llama(tmp_path / "scaled.gguf", stated=stated, more=more)
+    pair = AssistedModelForCausalLM.from_pretrained(file)
+    ids = torch.randint(3, 250, (1, 200), generator=torch.Generator().manual_seed(0))
+    assert pair.target.config.rope_parameters == pytest.approx(config.rope_parameters)
+    torch.testing.assert_close(pair(ids).logits, right(ids).logits, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(pair(ids).logits, plain(ids).logits, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "stated", "more", "expected"),
+    [
+        ("starcoder2", {"rope.freq_base": 1e6}, {}, {"rope_theta": 1e6}),
+        (
+            "stablelm",
+            {"rope.freq_base": 1e6, "rope.dimension_count": 8},
+            {},
+            {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        ),
+        ("qwen3", {"attention.key_length": 32}, {}, {"head_dim": 32}),
+        ("qwen2moe", {"expert_count": 4, "expert_feed_forward_length": 48}, {}, {"moe_intermediate_size": 48}),
+        (
+            "gemma2",
+            {"attention.key_length": 16, "final_logit_softcapping": 20.0},
+            {},
+            {"final_logit_softcapping": 20.0},
+        ),
+        ("gemma2", {"attention.key_length": 32, "block_count": 46}, {}, {"query_pre_attn_scalar": 16}),
+        (
+            "gemma3",
+            {"attention.key_length": 32, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+            {},
+            {"factor": 8.0},
+        ),
+        ("llama", {}, {"blk.0.attn_q.bias": [0.0] * 64}, {"attention_bias": True}),
+        (
+            "phi3",
+            {"rope.dimension_count": 12, "rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.5},
+            {"rope_factors_long.weight": [4.0] * 6, "rope_factors_short.weight": [1.0] * 6},
+            {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "long_factor": [4.0] * 6,
+                "attention_factor": 1.5,
+                "original_max_position_embeddings": 128,
+            },
+        ),
+    ],
+)
+def test_metadata_that_transformers_does_not_read(
+    model: str, stated: dict[str, Any], more: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_llama(tmp_path / "target.gguf", stated=stated, more=more, model=model)
+    config = read_config(str(tmp_path), str(file))
+    rope = config.rope_parameters
+    found = {**config.to_dict(), **rope.get("full_attention", rope)}
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "more", "said"),
+    [
+        ({"expert_count": 8}, {}, "a mixture of 8 experts"),
+        ({"rope.scaling.type": "other"}, {}, "scaling 'other'"),
+        ({}, {"rope_freqs.weight": [1.0, 3.0, 2.0, 7.0, 1.0, 1.0, 1.0, 1.0]}, "rotary embedding are scaled"),
+    ],
+)
+def test_what_transformers_would_read_as_another_model(stated: Any, more: Any, said: str, tmp_path: Path) -> None:
+    file = write_llama(tmp_path / "target.gguf", stated=stated, more=more)
+    with pytest.raises(ValueError, match=said):
+        AssistedModelForCausalLM.from_pretrained(file)
 
 
 def test_what_cannot_be_honoured(one: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from transformers.utils import cached_file, is_gguf_available
 from ..engine.libraries import GgufConfig, dequantized, gguf_kinds, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading, of_hub
+from .gguf_config import complete
 
 
 def named_in(path: str) -> tuple[str, str | None]:
@@ -99,8 +100,7 @@ def read_config(path: str, gguf_file: Any, config: PretrainedConfig | None = Non
     if config is not None:
         return config
     with _reading("target", path, gguf_file):
-        found: PretrainedConfig = AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
-    return found
+        return _config_in(path, gguf_file, hub)
 
 
 def load_model(path: str, role: str = "target", **kwargs: Any) -> PreTrainedModel:
@@ -122,7 +122,7 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
     if kwargs.get("quantization_config") is None:
         kwargs.update(dequantized())
     with _reading(role, path, gguf_file):
-        config = kwargs.get("config") or AutoConfig.from_pretrained(path, gguf_file=gguf_file, **of_hub(kwargs))
+        config = kwargs["config"] = kwargs.get("config") or _config_in(path, gguf_file, of_hub(kwargs))
         place = place_of(path, gguf_file, kwargs)
         layers, tensors = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1), gguf_tensors(place)
         if not isinstance(layers, int) or not 0 < layers <= tensors:  # before they are allocated
@@ -197,6 +197,12 @@ def naming(kind: str, blocks: int) -> Callable[[str], str | None]:
     in a file. blocks: its number of layers."""
     gguf = importlib.import_module("gguf")
     return gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == kind), blocks).get_name
+
+
+def _config_in(path: str, gguf_file: str | os.PathLike[str], hub: Mapping[str, Any]) -> PretrainedConfig:
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, gguf_file=gguf_file, **hub)
+    complete(config, importlib.import_module("gguf").GGUFReader(place_of(path, os.fspath(gguf_file), hub)))
+    return config
 
 
 def _type_beside(path: str, **hub: Any) -> Any:

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from .calls.admission import lent_to, require_prompt, warn_plain, why_own_forward, why_plain
+from .calls.admission import lent_to, require_prompt, warn_of_restarts, warn_plain, why_own_forward, why_plain
 from .calls.assembly import Assembly, assemble, hand_back, leave, read_prompt, read_to_the_end, running
 from .calls.inputs import LoopInputs, Settings
 from .calls.words import set_in, setting_of
@@ -158,6 +158,7 @@ class Generation:
             self.recorder.ran("own forward", because)
         if (reason := why_plain(inputs, drafter.needs, settings)) is not None:
             raise _Plainly(reason)
+        warn_of_restarts(inputs, settings)
         given, do_sample = inputs.cache, inputs.config.do_sample
         draws = Draws(len(inputs.ids)) if settings.bits and do_sample else None
         state = torch.get_rng_state()  # a drafter's own draws must not change those of the next call

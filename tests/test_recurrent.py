@@ -4,6 +4,7 @@ can't be exact is refused."""
 import functools
 import random
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -619,6 +620,29 @@ def test_a_pass_that_starts_from_an_empty_state_is_found_in_half_precision(name)
     model = build(BY_NAME[name]).to(torch.bfloat16)
     assert "its forward pass over several tokens differs" in obstacle(model)
     require_verifiable(model)  # over columns
+
+
+@pytest.mark.parametrize("name", ["jamba", "zamba", "bamba"])
+@pytest.mark.parametrize("part", ["past_key_values", "prefill_chunk_size"])
+def test_a_prompt_in_parts_that_the_model_reads_wrongly_is_warned_of(name, part):
+    target = build(BY_NAME[name])
+    model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=3)
+    ids = random_ids(target, 1, 14, seed=3)
+
+    def said(of):
+        given = 5
+        if part == "past_key_values":
+            given = DynamicCache(config=target.config)
+            target.generate(ids[:, :9], past_key_values=given, **CALL | {"max_new_tokens": 1})
+        return of.generate(ids, **CALL, **{part: given}).tolist()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert said(model) == said(target)
+    right = said(target) == target.generate(ids, **CALL).tolist()
+    found = [str(warning.message) for warning in caught if part in str(warning.message)]
+    assert right == (not found) == (name == "bamba")
+    assert model.report.warnings[:1] == tuple(found)
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "zamba2"])

@@ -324,6 +324,19 @@ def _reads_anew(inputs: LoopInputs) -> str | None:
     return None
 
 
+def warn_of_restarts(inputs: LoopInputs, settings: CallSettings) -> None:
+    """Warn of a prompt that the model's own forward reads in parts, although its recurrent layers begin anew in each: the text
+    is that of plain `generate` with the same arguments, which differs from the text without them."""
+    new, size = inputs.width - inputs.known, getattr(inputs.config, "prefill_chunk_size", None)
+    part = "past_key_values" if inputs.known and new > 1 else "prefill_chunk_size" if size and new > size else None
+    if part is None or isinstance(inputs.cache, Session):
+        return
+    if (reason := obstacle_to_reading_on(inputs.model, settings.trust_in(inputs.model))) is not None:
+        instead = "pass model.session()" if part == "past_key_values" else "leave it out"
+        settings.note(f"{part}: the text differs from the one without it, since in this model {reason}; {instead}")
+        warnings.warn(settings.warnings[-1], stacklevel=2)
+
+
 def require_prompt(inputs: LoopInputs) -> None:
     """Raise ValueError for a prompt without tokens and without embeddings."""
     if inputs.ids.shape[1] == 0 and inputs.embeddings is None:

@@ -1,4 +1,4 @@
-"""The measurements of gpu.py: every section is a list of items, every item a function that returns figures.
+"""The measurements of the case `gpu`: every section is a list of items, every item a function that returns figures.
 
 Targets: the shipped one, and the same grown to about 1 and 7 billion parameters (`tools.grown`: the same text at the
 cost of a large model). All methods continue pieces of Python greedily, in turns, by the protocol of `assisted bench`.

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: it goes on after a process that died, after a hang and after a stop; its tables can be made."""
+"""The benchmarks' case `gpu`: it goes on after a process that died, after a hang and after a stop; its tables can be made."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def serve(device, size):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    return script("gpu", monkeypatch)
+    return script("cases.gpu", monkeypatch)
 
 
 def arguments(folder: Path) -> Namespace:
-    return Namespace(out=folder, minutes=1.0, again=False, only=["speed"], device="cpu", size="quick", item="")
+    return Namespace(path=folder / "gpu.json", minutes=1.0, again=False, only=["speed"], quick=True, item="")
 
 
 def test_it_goes_on_after_processes_that_died_or_hang(

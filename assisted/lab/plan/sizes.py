@@ -27,7 +27,7 @@ from ...methods.shared.base import Room, Spec
 from .shapes import Shapes
 
 MIB = 2**20
-# Of a CPU measured by benchmarks/run.py plan, of a GPU by benchmarks/gpu.py on an H100.
+# Of a CPU measured by benchmarks/run.py plan, of a GPU by benchmarks/run.py gpu on an H100.
 _LIBRARIES = {"cpu": 30 * MIB, "cuda": 768 * MIB}  # code and workspaces that a first call loads
 _FAST = {"cpu": 42 * MIB, "cuda": 64 * MIB}  # of the fast path besides copies: tables, kernels, workspaces of captures
 _TAKEN = {"cpu": 0.6, "cuda": 1.0}  # activations of a layer that exist at once

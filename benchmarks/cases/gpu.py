@@ -1,14 +1,4 @@
-"""Everything that only a GPU shows, in one command: identity, speed, batches, contexts, memory, offloading.
-
-    python benchmarks/gpu.py --all --out FOLDER                   all sections but `train`, as many as 12 minutes allow
-    python benchmarks/gpu.py --only speed train --out FOLDER      some of them
-    python benchmarks/gpu.py --all --quick --device cpu           tiny targets, to try the script
-    python benchmarks/gpu.py --read benchmarks/gpu.json           the tables of a finished run
-
-The most valuable sections come first. Results are written after every item to OUT/gpu.json. A second call with the same file
-continues after the last item; an item that failed or took too long is noted with its error and not tried again, unless with
---again. Items run in a process of their own, which is replaced after an error of the GPU. gpu_sections.py has the measurements.
-"""
+"""What only a GPU shows: which sections there are, how their items are run, and their tables. gpu_sections.py measures."""
 
 from __future__ import annotations
 
@@ -16,12 +6,14 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shared import Worker, page, publish, shown
+import torch
+from shared import Case, Section, Worker, page, shown
 
 SECTIONS = {
     "rounds": "A round, and what it does outside of the target's forward pass",
@@ -44,7 +36,6 @@ ALONE = ("memory", "offload", "train")
 ITEM_SECONDS = 300  # an item that takes longer hangs,
 LONGER = {"train": 590}  # but for these
 ATTEMPTS = 2  # how often an item may be started: once more after this process was killed
-NAME = "gpu.json"
 MODULE = "gpu_sections"
 Found = dict[str, Any]
 
@@ -52,10 +43,12 @@ Found = dict[str, Any]
 def run(args: argparse.Namespace) -> Found:
     """Measure the items that have no result, one after the other, until time is up. Returns all results.
 
-    The file has {"about": {...}, "sections": {section: {item: result}}}. A result has "seconds" (of the item) when it is there,
-    "error" when it failed; "started" counts the times it was begun. The file is replaced after every change.
+    args: the options of the case, path and quick. The file has {"about": {...}, "sections": {section: {item: result}}}. A
+    result has "seconds" (of the item) when it is there, "error" when it failed; "started" counts the times it was begun. The
+    file is replaced after every change.
     """
-    path, deadline = args.out / NAME, time.monotonic() + 60 * args.minutes
+    path = args.path or Path(tempfile.gettempdir(), "gpu.json")
+    deadline = time.monotonic() + 60 * args.minutes
     found: Found = json.loads(path.read_text()) if path.exists() else {"about": {}, "sections": {}}
     worker: Worker | None = None
 
@@ -66,11 +59,11 @@ def run(args: argparse.Namespace) -> Found:
         beside.write_text(json.dumps(found, indent=1) + "\n")
         os.replace(beside, path)
 
-    for section in args.only:
+    for section in args.only or [*SECTIONS][:-1]:
         items = found["sections"].setdefault(section, {})
         if args.again:
             items = found["sections"][section] = {name: one for name, one in items.items() if "error" not in one}
-        worker = worker or started(args)
+        worker = worker or started(args, path)
         found["about"] = found["about"] or worker.ask()
         for item in worker.ask(section):
             known = items.get(item, {})
@@ -84,7 +77,7 @@ def run(args: argparse.Namespace) -> Found:
                 break
             put(items, item, {"started": known.get("started", 0) + 1})
             print(f"{section}: {item}", file=sys.stderr, flush=True)
-            worker, most = worker or started(args), LONGER.get(section, ITEM_SECONDS)
+            worker, most = worker or started(args, path), LONGER.get(section, ITEM_SECONDS)
             try:
                 result = worker.ask(section, item, seconds=min(left, most))
             except TimeoutError:
@@ -105,16 +98,17 @@ def run(args: argparse.Namespace) -> Found:
     return found
 
 
-def started(args: argparse.Namespace) -> Worker:
+def started(args: argparse.Namespace, path: Path) -> Worker:
     """A process for items."""
-    return Worker(MODULE, "serve", args.device, args.size, OUT=str(args.out))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Worker(MODULE, "serve", device, "quick" if args.quick else "full", OUT=str(path.parent))
 
 
 def markdown(found: Found) -> str:
     """All sections as Markdown."""
     about = found["about"]
     named = ", ".join(f"{name} {about[name]}" for name in ("torch", "transformers") if name in about)
-    head = f"`python benchmarks/gpu.py --all`: {about.get('processor', 'no device yet')}, {named}."
+    head = f"`python benchmarks/run.py gpu`: {about.get('processor', 'no device yet')}, {named}."
     parts: list[Any] = [f"{head} {about['note']}" if "note" in about else head]
     for section, title in SECTIONS.items():
         items = found["sections"].get(section, {})
@@ -227,30 +221,25 @@ TABLES = {"identity": identity_table, "speed": speed_table, "memory": memory_tab
 TABLES |= dict.fromkeys(("copies", "batches", "quantized"), race_table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every section but the last")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks"), help=f"folder of {NAME} (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=12, help="stop after these (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="try again what failed")
-    parser.add_argument("--item", metavar="TEXT", default="", help="only the items with this in their name")
-    text = "tiny targets, to try the script"
-    parser.add_argument("--quick", dest="size", action="store_const", const="quick", default="full", help=text)
-    parser.add_argument("--device", default="cuda", help="the device (default: %(default)s)")
-    parser.add_argument("--read", type=Path, help="measure nothing, print the tables of this file")
-    parser.add_argument("--docs", type=Path, nargs="*", default=[], help="files whose `gpu` section is rewritten")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON, not as tables")
-    args = parser.parse_args()
-    if not (args.all or args.only or args.read):
-        parser.error("give --all, --only SECTION or --read FILE")
-    args.only = list(args.only or [*SECTIONS][:-1])
-    found = json.loads(args.read.read_text()) if args.read else run(args)
-    if args.json:
-        print(json.dumps(found, indent=1))
-        return
-    publish(markdown(found), args.docs, "gpu")
+gpu = Case(
+    "gpu",
+    """Everything that only a GPU shows: identity, speed, batches, contexts, memory, offloading; as much as 12 minutes allow.
 
+    python benchmarks/run.py gpu --json FOLDER/gpu.json                       all sections but `train`
+    python benchmarks/run.py gpu --only speed train --json FOLDER/gpu.json    some of them
+    python benchmarks/run.py gpu --quick                                      tiny targets, also without a GPU
 
-if __name__ == "__main__":
-    main()
+The most valuable sections come first. Results are written after every item. A second call with the same file continues after
+the last item; an item that failed or took too long is noted with its error and not tried again, unless with --again. Items run
+in a process of their own, which is replaced after an error of the GPU.
+""",
+    run,
+    options={
+        "only": ([], f"sections: {', '.join(SECTIONS)}; all but the last by default"),
+        "minutes": (12.0, "stop after these"),
+        "again": (False, "try again what failed"),
+        "item": ("", "only the items with this in their name"),
+    },
+    sections=(Section("benchmarks/gpu", "gpu"),),
+    markdown=markdown,
+)

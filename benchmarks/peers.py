@@ -49,7 +49,8 @@ Run = Callable[[Prompts, int], tuple[list[Any], list[float]]]
 
 
 def own(settings: dict[str, Any]) -> tuple[Run, str]:
-    """This package, or transformers' own `generate` where the draft is None."""
+    """This package, or transformers' own `generate` where the draft is None; or its `generate_batch`, or `generate_many`, `by`
+    which several prompts are decoded. Padding after the end is part of an answer."""
     import torch
 
     from assisted import AssistedModelForCausalLM, Eagle, __version__
@@ -69,19 +70,42 @@ def own(settings: dict[str, Any]) -> tuple[Run, str]:
         **more,
     )
     model: Any = pair.target if draft is None else pair
-    call = {"max_new_tokens": settings["new_tokens"], "do_sample": False, "pad_token_id": 0}
-    call |= {"eos_token_id": None} if settings.get("ignore_end", True) else {}
+    pad = pair.config.get_text_config().pad_token_id or 0
+    call = {"max_new_tokens": settings["new_tokens"], "do_sample": False, "pad_token_id": pad}
+    call |= {"eos_token_id": settings.get("ends")} if settings.get("ends") or settings.get("ignore_end", True) else {}
     alone = {"prompt_lookup_num_tokens": 10} if "lookup" in settings else {}
+
+    def in_batches(texts: list[list[int]], rows: int) -> list[list[int]]:
+        found = []
+        for group in (texts[first : first + rows] for first in range(0, len(texts), rows)):
+            width = max(map(len, group))
+            ids = torch.tensor([[pad] * (width - len(text)) + text for text in group])
+            mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in group])
+            found += model.generate(ids, attention_mask=mask, **call, **alone)[:, width:].tolist()
+        return found
+
+    def continuous(texts: list[list[int]], rows: int) -> list[list[int]]:
+        """With room for as many texts: without a number of blocks, it takes all free memory."""
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        room = ContinuousBatchingConfig(num_blocks=rows, max_batch_tokens=256)
+        config = {"generation_config": GenerationConfig(**call), "continuous_batching_config": room}
+        answers = pair.target.generate_batch(texts, **config)
+        found = {int(name.rpartition("_")[2]): answer.generated_tokens for name, answer in answers.items()}
+        return [found[number] for number in range(len(texts))]
+
+    def many(texts: list[list[int]], rows: int) -> list[list[int]]:
+        found = {one.index: one.new_tokens.tolist() for one in pair.generate_many(texts, rows=rows, **call)}
+        return [found[number] for number in range(len(texts))]
+
+    decode = {"generate": in_batches, "generate_batch": continuous, "generate_many": many}[
+        settings.get("by", "generate")
+    ]
 
     def run(prompts: Prompts, rows: int) -> tuple[list[Any], list[float]]:
         steps: list[float] = []
         pair.watch = lambda round: steps.append(time.process_time())
-        texts = [one["ids"] for one in prompts]
-        if not settings.get("many"):
-            outputs = [model.generate(torch.tensor([ids]), **call, **alone)[0, len(ids) :].tolist() for ids in texts]
-            return outputs, steps
-        found = {one.index: one.new_tokens.tolist() for one in pair.generate_many(texts, rows=rows, **call)}
-        return [found[number] for number in range(len(texts))], steps
+        return decode([one["ids"] for one in prompts], rows), steps
 
     return run, __version__
 

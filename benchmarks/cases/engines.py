@@ -3,23 +3,17 @@
 import random
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from peers import ROWS, VLLM
 from shared import Case, Section, Worker, about, opened, written
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from assisted import AssistedModelForCausalLM, zoo
-from assisted.lab.bench import batches as of_prompts
-from assisted.lab.bench import pad_token, read
-from assisted.lengths.policies import Never
+from assisted import zoo
+from assisted.lab.bench import read
 
 HEAD = "suffix+zoo:smollm2-eagle3"
 OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target
@@ -145,8 +139,8 @@ NO_DRAFTS, SUFFIX = "`generate_many`, no drafts", "`generate_many`, suffix"
 WAYS = {
     "vLLM": ("vllm", {}),
     "vLLM, n-gram": ("vllm", {"lookup": True}),
-    NO_DRAFTS: ("own", {"draft": "none", "many": True}),
-    SUFFIX: ("own", {"draft": "suffix", "many": True}),
+    NO_DRAFTS: ("own", {"draft": "none", "by": "generate_many"}),
+    SUFFIX: ("own", {"draft": "suffix", "by": "generate_many"}),
 }
 
 
@@ -213,80 +207,36 @@ hardly change.
 )
 
 TARGETS = {"shipped target": "zoo:target", "SmolLM2": "zoo:smollm2"}
-
-
-def batches(model, prompts, rows, call, **more):
-    """Groups of prompts as they come, padded on the left."""
-    found = []
-    for group in of_prompts(prompts, rows, call["pad_token_id"]):
-        output = model.generate(group.ids, attention_mask=group.attention_mask, **call, **more)
-        found += output[:, group.ids.shape[1] :].tolist()
-    return dict(enumerate(found))
-
-
-def many(model, prompts, rows, call, **more):
-    texts = [one.ids[0] for one in prompts]
-    return {a.index: a.new_tokens.tolist() for a in model.generate_many(texts, rows=rows, **call, **more)}
-
-
-def continuous(model, prompts, rows, call):
-    """transformers' continuous batching, with room for as many texts: without a number of blocks, it takes all free memory."""
-    results = model.target.generate_batch(
-        [one.ids[0].tolist() for one in prompts],
-        generation_config=GenerationConfig(**call),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=rows, max_batch_tokens=256),
-    )
-    return {int(name.rpartition("_")[2]): found.generated_tokens for name, found in results.items()}
-
-
-def ways(pairs):
-    suffix = pairs["suffix"]
-    found = {
-        "`generate` in batches, no drafts": partial(batches, suffix, assisted=False),
-        "`generate` in batches, suffix": partial(batches, suffix),
-        "`generate_batch`": partial(continuous, pairs["alone"]),
-        NO_DRAFTS: partial(many, suffix, draft_length=Never()),
-        SUFFIX: partial(many, suffix),
-    }
-    return found | ({"`generate_many`, draft model": partial(many, pairs["draft"])} if "draft" in pairs else {})
+BATCHES = "`generate` in batches, no drafts"
+OWN_WAYS = {
+    BATCHES: {"draft": None},
+    "`generate` in batches, suffix": {"draft": "suffix"},
+    "`generate_batch`": {"draft": None, "by": "generate_batch"},
+    **{name: WAYS[name][1] for name in (NO_DRAFTS, SUFFIX)},
+    "`generate_many`, draft model": {"draft": "zoo:draft", "by": "generate_many"},  # of the shipped target
+}
 
 
 def measure_target(name, args):
-    pairs = {kind: opened(TARGETS[name]) for kind in ("suffix", "alone")}
-    target, tokenizer = pairs["suffix"].target, pairs["suffix"].tokenizer
-    if name == "shipped target":
-        pairs["draft"] = AssistedModelForCausalLM.from_models(target, "zoo:draft", tokenizer=tokenizer)
-    numbers = random.Random(0)
-    prompts = read(["code"], tokenizer, args.prompts)
+    pair, numbers = opened(TARGETS[name]), random.Random(0)
+    prompts = read(["code"], pair.tokenizer, args.prompts)
     prompts = [replace(one, ids=one.ids[:, -numbers.randint(16, one.ids.shape[1]) :]) for one in prompts]
-    ends = _ends(pairs["suffix"], prompts, args.new_tokens)
-    call = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": pad_token(tokenizer)}
-    call |= {"eos_token_id": ends} if ends else {}
-    expected, made, seen = None, [], []
-    for pair in pairs.values():
-        pair.watch = lambda round: seen.append((sum(round.kept), time.process_time()))
-    for rows in args.rows:
-        for way, run in ways(pairs).items():
-            if rows == 1 and way != "`generate` in batches, no drafts" and "suffix" not in way:
-                continue
-            run(prompts=prompts[: rows + 1], rows=rows, call=call)  # makes what is made only once
-            seen.clear()
-            began = time.process_time()
-            found = run(prompts=prompts, rows=rows, call=call)
-            seconds = time.process_time() - began
-            found = {number: _until(answer, ends) for number, answer in found.items()}
-            expected = expected or found
-            gaps = [after - before for (_, before), (_, after) in pairwise(seen)]
-            made.append(
-                {
-                    **{"target": name, "way": way, "rows": rows, "seconds": seconds},
-                    "tokens": sum(map(len, found.values())),
-                    "rounds": len(seen) or None,
-                    "gap_95": quantiles(gaps, n=20)[-1] if len(gaps) > 20 else None,
-                    "same": sum(found[number] == answer for number, answer in expected.items()),
-                }
-            )
-    return made
+    ends, texts = _ends(pair, prompts, args.new_tokens), [{"ids": one.ids[0].tolist()} for one in prompts]
+    settings = {"folder": TARGETS[name], "dtype": "float32", "new_tokens": args.new_tokens, "ends": ends}
+    made, answers = [], {}
+    for way, own in OWN_WAYS.items():
+        if own["draft"] == "zoo:draft" and name != "shipped target":
+            continue
+        worker = Worker("peers", "opened", "own", {**settings, "ignore_end": False, **own}, threads=args.threads)
+        for rows in args.rows if way == BATCHES or "suffix" in way else [rows for rows in args.rows if rows > 1]:
+            worker.ask(texts[: rows + 1], rows)  # makes what is made only once
+            run = worker.ask(texts, rows)
+            found = answers[way, rows] = [_until(answer, ends) for answer in run["texts"]]
+            row = {"target": name, "way": way, "rows": rows, "seconds": run["cpu_seconds"], "gap_95": run["gap_95"]}
+            same = sum(map(list.__eq__, found, answers[BATCHES, args.rows[0]]))
+            made.append({**row, "tokens": sum(map(len, found)), "rounds": run["steps"] or None, "same": same})
+        worker.end()
+    return sorted(made, key=lambda row: row["rows"])
 
 
 def _ends(model, prompts, new):

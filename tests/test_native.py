@@ -668,6 +668,7 @@ def test_a_library_that_others_can_write_is_compiled_again(monkeypatch: pytest.M
     flags = ("-O0", "-shared", "-fPIC", "-fopenmp", "-mavx2", "-mfma")
     assert native.compiled("native.c", flags)[1] == ""
     (file,) = tmp_path.glob("native-*.so")
+    file.unlink()  # another file of that name: this process still runs the first one
     file.write_bytes(b"no library")
     file.chmod(0o777)
     assert native.compiled("native.c", flags)[1] == "" and file.stat().st_mode & 0o777 == 0o755

@@ -2,10 +2,11 @@
    of torch, and whole layers with it or with attention. Plain C with vectors of GCC and Clang, for any processor. */
 
 #include <math.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+int omp_get_thread_num(void); /* not every compiler brings omp.h */
 
 #define INLINE static inline __attribute__((always_inline))
 

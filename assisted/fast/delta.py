@@ -17,14 +17,10 @@ from torch import nn
 from ..engine.delta import DeltaMixer, Projected, Read
 from ..engine.libraries import READS_STATES
 from ..engine.masks import Columns
-from . import native, structs
+from . import native, structs, variants
 from .structs import Floats, HybridLayer, HybridPass, MtpHead, Shape, columns_of, offset, pointer, pointers, require
 
 MOST = 2**14  # numbers of a head's values over all columns, which lie on the stack
-_FLAGS = (
-    *("-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-    *("-fopenmp", "-shared", "-fPIC"),
-)
 _SHARED = 2**18  # products of a number and a state's or a weight's entry from which several threads are faster
 _COLUMNS = 256  # of a forward pass; for more, torch's products are as fast
 _PLAIN = torch.contiguous_format
@@ -34,10 +30,7 @@ _BLOCK = 32  # outputs that lie together; they are filled up to a multiple
 @functools.cache
 def loaded() -> tuple[Any, str]:
     """The compiled library and an empty string, or None and why there is none."""
-    flags = native.processor_flags()
-    vectors = ["-mavx2", "-mfma"] if {"avx2", "fma"} <= flags else []
-    vectors += ["-mavx512f"] if vectors and "avx512f" in flags else []
-    library, reason = native.compiled("delta.c", (*_FLAGS, *vectors))
+    library, reason = native.prebuilt_or_compiled(variants.of_delta(native.processor_flags()))
     if library is not None:
         structs.require_layout(library, *structs.OF_DELTA)
         library.mix.argtypes = [c_void_p, c_int64, c_int64, c_void_p, *[structs.Columns] * 4, *[c_void_p] * 13, c_int]

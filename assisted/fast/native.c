@@ -15,10 +15,11 @@
 #include <arm_neon.h>
 #endif
 #include <math.h>
-#include <omp.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+
+int omp_get_thread_num(void); /* not every compiler brings omp.h */
 
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__

@@ -1,4 +1,4 @@
-"""Products and layers in C for models in bfloat16 and float32, compiled once by the system's C compiler for its processor.
+"""Products and layers in C for models in bfloat16 and float32: a wheel's, or compiled once by the system's C compiler.
 
 torch's own products with 8 or 4 bits take twice as long for five columns as for one. These take little longer, and a column's
 bits do not depend on the other columns. Knows tensors and the compiler; `products` and `fused` decide where they are used.
@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from ..core import acceptance
+from . import variants
 from .structs import OF_NATIVE, End, Layer, Pass, Product, pointer, pointers, require, require_layout
 
 VARIABLE = "ASSISTED_KERNELS"
@@ -54,19 +55,8 @@ WIDEST = 256  # the largest head size
 _BYTES = {32: 4096, 16: 2048, 8: 1024, 4: 640}  # of a group of inputs for `OUTPUTS`, by the bits of a weight
 MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
 IN_PLACE_COLUMNS = 128  # the same where weights are read where the model has them
-# a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
-_FLAGS = ("-O3", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
-_AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
-PROCESSORS: tuple[tuple[str, ...], ...] = (
-    (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
-    (*_AVX512, "avx512_bf16", "avx512_vnni"),
-    (*_AVX512, "avx512_vnni"),
-    _AVX512,
-    ("avx2", "fma", "avx_vnni"),
-    ("avx2", "fma"),
-)  # what processors of x86-64 can do, as Linux names it; the first that fits
-ARM: dict[tuple[str, ...], tuple[str, ...]] = {("asimddp",): ("-march=armv8.2-a+dotprod",), (): ()}
-"""The same of 64-bit ARM, and the compiler's flags."""
+PROCESSORS = variants.PROCESSORS
+_OF_TORCH = {"fma": "fma3", **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "vl", "dq")}}
 SECONDS = 120  # for the compiler
 ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
 too_slow: set[str] = set()  # compilers of which this process expects nothing more
@@ -131,19 +121,15 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     if os.environ.get(VARIABLE, "") == "0":
         return None, _CHOSEN
     machine = platform.machine().lower()
-    if platform.system() != "Linux" or machine not in ("x86_64", "amd64", "aarch64"):
+    if machine not in variants.MACHINES or not (platform.system() == "Linux" or variants.PREBUILT.is_dir()):
         known_to = "Linux on x86-64 and 64-bit ARM"
         return None, f"they are for {known_to}, and this is {platform.system()} on {platform.machine()}"
     known, reason = processor_flags(), "they need AVX2 or AVX512, which this processor does not have"
-    is_arm = machine == "aarch64"
-    fitting = [names for names in (ARM if is_arm else PROCESSORS) if known.issuperset(names)]
+    is_arm = variants.MACHINES[machine]
+    fitting = [names for names in (variants.ARM if is_arm else PROCESSORS) if known.issuperset(names)]
     fitting.sort(key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and not sums_directly())
     for names in fitting:
-        if dtype == torch.float32:
-            names = tuple(name for name in names if not name.endswith(("vnni", "bf16")) and "amx" not in name)
-        own = ("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in names)
-        flags = [*_FLAGS, *(ARM[names] if is_arm else own)]
-        library, reason = compiled("native.c", [*flags, "-DFLOAT32"] if dtype == torch.float32 else flags)
+        library, reason = prebuilt_or_compiled(variants.of_native(names, is_arm, dtype == torch.float32))
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
         ready[dtype] = declared(library)
@@ -190,13 +176,55 @@ def sums_directly() -> bool:
 
 
 def processor_flags() -> set[str]:
-    """What Linux says that the processor can do; nothing on other systems."""
-    return set(cpuinfo().split())
+    """What the processor can do, as Linux names it."""
+    if platform.system() == "Linux":
+        return set(cpuinfo().split())
+    if platform.system() == "Darwin":
+        return {"asimddp"}  # each Mac on ARM
+    found = {name for name, has in getattr(torch.cpu, "get_capabilities", dict)().items() if has is True}
+    return found | {own for own, name in _OF_TORCH.items() if name in found}
 
 
 def cpuinfo() -> str:
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.is_file() else ""
+
+
+def prebuilt_or_compiled(variant: variants.Variant) -> tuple[Any, str]:
+    """A library that came with the wheel, or else is compiled, and an empty string; or None and why there is none."""
+    if os.environ.get(VARIABLE, "") == "0":
+        return None, _CHOSEN
+    file, refused = variants.library(variant), ""
+    if file.is_file():
+        try:
+            _share_openmp()
+            return ctypes.CDLL(str(file)), ""
+        except OSError as error:
+            refused = f"{file.name} of this installation cannot be loaded ({error}); "
+    elif variants.PREBUILT.is_dir():
+        refused = f"this installation has no {file.name} that was made from its own sources; "
+    library, reason = compiled(variant.source, variant.flags)
+    return library, f"{refused}{reason}" if library is None else ""
+
+
+class _Found(ctypes.Structure):
+    _fields_ = (("file", ctypes.c_char_p), ("base", c_void_p), ("symbol", ctypes.c_char_p), ("address", c_void_p))
+
+
+@functools.cache
+def _share_openmp() -> None:
+    """Let a wheel's libraries, which link no OpenMP runtime, find the one that torch runs with: a second one in a process would
+    have threads of its own. Windows finds it by its name."""
+    if platform.system() == "Windows":
+        return
+    name = "libtorch_cpu.dylib" if platform.system() == "Darwin" else "libtorch_cpu.so"
+    with contextlib.suppress(OSError, AttributeError):  # another torch may link its runtime into itself
+        own = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / name))
+        run = own.__kmpc_fork_call if platform.system() == "Darwin" else own.GOMP_parallel
+        found = _Found()
+        own.dladdr.argtypes = [c_void_p, c_void_p]
+        if own.dladdr(ctypes.cast(run, c_void_p), ctypes.byref(found)):
+            ctypes.CDLL(os.fsdecode(found.file), mode=ctypes.RTLD_GLOBAL)
 
 
 def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:

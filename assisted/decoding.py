@@ -53,8 +53,10 @@ def decode(
         outcome = rule(verified, logits, distribution, text, target.top1, target.compute)
         target.commit(outcome.kept, outcome.path)
         stopwatch.lap()
-        draft_seconds, seconds = stopwatch.laps()
-        round = Round(draft, logits, unfinished, asked, *outcome, draft_seconds, seconds, target.states)
+        to_draft, to_verify = stopwatch.laps()
+        round = Round(
+            draft, logits, unfinished, asked, *outcome[:-1], to_draft, to_verify, target.states, outcome.notes
+        )
         drafting.observe(round)
         learning = stopwatch.since()
         recorder.see(round)

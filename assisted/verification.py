@@ -25,13 +25,14 @@ _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"
 
 
 class Outcome(NamedTuple):
-    """The result of verifying a draft, per row. The fields are those of `Round`, in the same order."""
+    """The result of verifying a draft, per row. The fields are those of `Round`, all but the last in the same order."""
 
     drafted: list[int]
     depths: list[int]
     accepted: list[int]
     kept: list[int]
     path: list[list[int]] | None = None
+    notes: list[list[int]] | None = None
 
 
 def judge(
@@ -56,11 +57,11 @@ def judge(
         plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
         scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
         found = _judged(draft, scores, distribution, text.lengths, top1)
-    walks = distribution.do_sample and (
-        distribution.lossy is not None or (distribution.draws is None and draft.q is not None)
-    )
+    of_q = distribution.draws is None and draft.q is not None
+    walks = distribution.do_sample and (distribution.lossy is not None or of_q)
     drafts, new, path, depths = [], [], [], []
-    for row in found.tolist():  # the only device-to-host transfer of a round
+    noted = found if draft.notes is None else torch.cat([found, draft.notes], 1)
+    for row in (rows := noted.tolist()):  # the only device-to-host transfer of a round
         not_drawable, row = (row[: width + 1], row[width + 1 :]) if distribution.do_sample else ((), row)
         count, row = row[0], row[1:]
         drafted, above, about = row[:count], row[width:][:count], row[width if parents is None else 2 * width :]
@@ -85,7 +86,8 @@ def judge(
         raise RuntimeError(_NOT_DRAWABLE)
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
-    return Outcome(drafts, depths, accepted, kept, None if parents is None else path)
+    notes = None if draft.notes is None else [row[-draft.notes.shape[1] :] for row in rows]
+    return Outcome(drafts, depths, accepted, kept, None if parents is None else path, notes)
 
 
 def _judged(
@@ -105,22 +107,18 @@ def _judged(
     if not distribution.do_sample:
         return _side_by_side(lengths[:, None], tokens, parents, top1(scores))
     p, invalid = _drawable(scores, waits)
-    nodes = None
+    nodes, drafted = None, (invalid, lengths[:, None], tokens, parents)
     if distribution.lossy is not None:
         nodes, verdict = distribution.lossy.judge(draft, p)
     elif distribution.draws is not None:
-        return _side_by_side(
-            invalid, lengths[:, None], tokens, parents, distribution.draws.sample(p, text_lengths, draft.depths())
-        )
+        return _side_by_side(*drafted, distribution.draws.sample(p, text_lengths, draft.depths()))
     elif draft.q is None:
-        return _side_by_side(invalid, lengths[:, None], tokens, parents, acceptance.sample(p))
+        return _side_by_side(*drafted, acceptance.sample(p))
     elif parents is None:
         verdict = acceptance.block(tokens, lengths, p, draft.q)
     else:
         nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
-    return _side_by_side(
-        invalid, lengths[:, None], tokens, parents, verdict.accepted[:, None], verdict.token[:, None], nodes
-    )
+    return _side_by_side(*drafted, verdict.accepted[:, None], verdict.token[:, None], nodes)
 
 
 def _judged_alone(

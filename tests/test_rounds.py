@@ -8,21 +8,21 @@ import pytest
 
 # by rows: operations outside of captured functions, reads by the host, and replays, of a round
 MOST = {
-    ("draft model, 4 tokens", "greedy"): {1: (15, 1, 2), 4: (19, 1, 2)},
-    ("draft model, 4 tokens", "sampled"): {1: (18, 1, 3), 4: (22, 1, 3)},
-    ("draft model, adaptive", "greedy"): {1: (15.9, 1.2, 2), 4: (19, 1, 2)},
-    ("EAGLE-3 chain, adaptive", "greedy"): {1: (23, 1, 3)},
-    ("suffix, 4 tokens", "greedy"): {1: (10.6, 1, 1), 4: (12.6, 1, 1)},
-    ("suffix, 4 tokens", "sampled"): {1: (11, 1, 2), 4: (13.1, 1, 2)},
-    ("early exit, 4 tokens", "greedy"): {1: (18, 1, 2), 4: (22, 1, 2)},
-    ("early exit, 4 tokens", "sampled"): {1: (21, 1, 3), 4: (25, 1, 3)},
-    ("Medusa, 4 tokens", "greedy"): {1: (18.2, 2, 2.3), 4: (20.1, 2, 2.3)},
-    ("Medusa, 4 tokens", "sampled"): {1: (26.5, 2.2, 3.5), 4: (26.2, 2.1, 3.8)},
-    ("EAGLE-3, 4 tokens", "greedy"): {1: (48, 5, 7), 4: (52, 5, 7)},
-    ("EAGLE-3, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
-    ("EAGLE-3, adaptive", "greedy"): {1: (54.5, 11.5, 6.8)},
-    ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (23, 1, 3), 4: (27, 1, 3)},
-    ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (26, 1, 4), 4: (30, 1, 4)},
+    ("draft model, 4 tokens", "greedy"): {1: (12, 1, 2), 4: (14, 1, 2)},
+    ("draft model, 4 tokens", "sampled"): {1: (15, 1, 3), 4: (17, 1, 3)},
+    ("draft model, adaptive", "greedy"): {1: (12, 1, 2), 4: (14, 1, 2)},
+    ("suffix, 4 tokens", "greedy"): {1: (8.2, 1, 1), 4: (9.2, 1, 1)},
+    ("suffix, 4 tokens", "sampled"): {1: (8, 1, 2), 4: (9.2, 1, 2)},
+    ("early exit, 4 tokens", "greedy"): {1: (15, 1, 2), 4: (17, 1, 2)},
+    ("early exit, 4 tokens", "sampled"): {1: (18, 1, 3), 4: (20, 1, 3)},
+    ("Medusa, 4 tokens", "greedy"): {1: (16.9, 1, 2.3), 4: (17.9, 1, 2.3)},
+    ("Medusa, 4 tokens", "sampled"): {1: (19.2, 1, 3.6), 4: (20.6, 1, 3.8)},
+    ("EAGLE-3, 4 tokens", "greedy"): {1: (21.2, 1, 2.2), 4: (23, 1, 2.2)},
+    ("EAGLE-3, 4 tokens", "sampled"): {1: (21, 1, 3), 4: (23, 1, 3)},
+    ("EAGLE-3, adaptive", "greedy"): {1: (21.8, 1, 2.3)},
+    ("EAGLE-3 chain, 4 tokens", "greedy"): {1: (18, 1, 2), 4: (20, 1, 2)},
+    ("EAGLE-3 chain, 4 tokens", "sampled"): {1: (21, 1, 3), 4: (23, 1, 3)},
+    ("EAGLE-3 chain, adaptive", "greedy"): {1: (18, 1, 2)},
 }
 CASES = [
     pytest.param(
@@ -46,7 +46,7 @@ def test_a_round_asks_no_more_of_the_host(draft, call, rows, monkeypatch):
         assert found[name] > 0.9 * limit - 0.05, f"{name}: only {found[name]} a round now; lower {limit} in this table"
 
 
-@pytest.mark.parametrize("rows,most", [(1, (12.6, 1, 2)), pytest.param(4, (14.6, 1, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows,most", [(1, (9.1, 1, 2)), pytest.param(4, (10.1, 1, 2), marks=pytest.mark.slow)])
 def test_a_round_of_a_hybrid(rows, most, monkeypatch):
     """Eagerly it takes 822 operations. One of the replays moves the states."""
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[1] / "benchmarks"), *sys.path])

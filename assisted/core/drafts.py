@@ -34,6 +34,7 @@ class Draft:
         member: if several drafters are combined, the index of the one that made this draft, then the index within that
             one if it is a combination itself.
         continued: if another drafter continued its chains (`Drafting.fill`), the draft as it was before.
+        notes: [B, m] int64, what the drafter has to learn of its own work on a device; see `Round.notes`.
     """
 
     tokens: torch.Tensor
@@ -43,6 +44,7 @@ class Draft:
     expected: float | None = None
     member: tuple[int, ...] = ()
     continued: Draft | None = None
+    notes: torch.Tensor | None = None
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -109,13 +111,12 @@ class Draft:
         if parents is not None:
             above = torch.arange(-1, self.width - 1, device=parents.device)
             parents[rows] = above.where(above + 1 < self.depths().max(), -1) if self.width else above
-        return Draft(tokens, lengths, self.q, parents)
+        return Draft(tokens, lengths, self.q, parents, notes=self.notes)
 
     def depths(self) -> torch.Tensor:
         """Depth of each node, [B, n] int64; the last committed token has depth 0."""
-        rows, width = self.tokens.shape
         if self.parents is None:
-            return torch.arange(1, width + 1, device=self.tokens.device).expand(rows, width)
+            return torch.arange(1, self.width + 1, device=self.tokens.device).expand_as(self.tokens)
         return self.ancestors().sum(-1)
 
     def ancestors(self) -> torch.Tensor:
@@ -171,6 +172,7 @@ class Round:
         draft_seconds, verify_seconds: time spent drafting, with what the drafter learned after the step before; and the rest.
         states: [B, n + 1, D] each, the hidden states that the drafter needs of the target (`Drafter.needs`), by index. Valid
             until the target's next forward pass: read them in `observe`, and copy what you keep.
+        notes: the draft's notes, by row, if the host has read them with the verdict.
     """
 
     draft: Draft
@@ -185,6 +187,7 @@ class Round:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    notes: list[list[int]] | None = None
 
     @staticmethod
     def counted(

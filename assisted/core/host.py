@@ -26,9 +26,9 @@ def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
     return pinned(values, device).to(device, non_blocking=True)
 
 
-def pinned(values: Any, device: torch.device | str) -> torch.Tensor:
+def pinned(values: Any, device: torch.device | str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The same values on the host, in memory that `copy_(..., non_blocking=True)` can copy without waiting."""
-    return torch.tensor(values, pin_memory=torch.device(device).type == "cuda")
+    return torch.tensor(values, dtype=dtype, pin_memory=torch.device(device).type == "cuda")
 
 
 def padded(rows: Sequence[Sequence[int]], device: torch.device | str, filler: int = 0) -> torch.Tensor:

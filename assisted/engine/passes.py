@@ -17,9 +17,14 @@ from .cache import Paths, SlotCache
 from .parts import Tap
 from .prepared import CallSettings, PreparedModule
 
-Chained = Callable[[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], list[torch.Tensor]]
-"""Drafts a chain on the device: from a model's output after the text, [B, ...], and a function that reads a token of each row,
-[B, 1] int64, and returns the output after it."""
+Chained = Callable[[torch.Tensor, Callable[..., torch.Tensor]], list[torch.Tensor]]
+"""Drafts on the device: from a model's output after the text, [B, ...], and a function that reads tokens. For chains, it reads
+one of each row, [B, 1] int64, and returns the output after it. For trees, of runners with `next_level`, it also takes the
+place of each token's parent in the level before, [B, n] int64, and returns the outputs after all of them, [B, n, ...]."""
+
+
+Unfused = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""What a module that reads states makes them of, [B, n, ...], and how."""
 
 
 class Inputs(NamedTuple):
@@ -50,11 +55,6 @@ class Passes:
         """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
 
-    def twin(self, runner: Runner, top: int) -> Any:
-        """The runner over the slots that captured functions read, for functions of `compute` that run it over `top` slots; None
-        where that is not possible."""
-        return None
-
     def compute(
         self,
         runner: Runner,
@@ -76,14 +76,22 @@ class Passes:
         return None
 
     def chain(
-        self, runner: Runner, ids: torch.Tensor, counts: list[int], steps: int, key: Hashable, function: Chained
+        self,
+        runner: Runner,
+        ids: torch.Tensor,
+        counts: list[int],
+        steps: int,
+        key: Hashable,
+        function: Chained,
+        states: Unfused | None = None,
     ) -> list[torch.Tensor] | None:
-        """Forward passes over committed columns and then over one token after the other, in one captured function; None leaves
-        them to the caller. Nothing is committed.
+        """Forward passes over committed columns and then over one token (or level) after the other, in one captured function;
+        None leaves them to the caller. Nothing is committed.
 
-        ids: [B, n] int64, `counts[b]` columns of row b. steps: the most tokens that are read after them. key: equal for
-        functions that compute the same. Returns what the function returns and, if the module reads states, its output after
-        the columns. The module's taps then hold the states of all columns and tokens.
+        ids: [B, n] int64, `counts[b]` columns of row b. steps: the most columns that are read after them. key: equal for
+        functions that compute the same. states: what the module reads beside `ids`, if it is not what its `inject` holds.
+        Returns what the function returns and, if the module reads states, its output after the columns. The module's taps then
+        hold the states of all columns and tokens.
         """
         return None
 

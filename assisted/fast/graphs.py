@@ -27,7 +27,7 @@ from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
-from ..engine.passes import WIDTHS, Chained, Inputs, Passes, Runner, columns_among, columns_for, slots_for
+from ..engine.passes import WIDTHS, Chained, Inputs, Passes, Runner, Unfused, columns_among, columns_for, slots_for
 from ..engine.prepared import CallSettings
 from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, HostRead, Outputs, Shape
 from .products import may_copy, may_take
@@ -244,8 +244,8 @@ class Graphs(Passes):
         static.twin.cache, static.twin.passes = buffers.slots, Passes()
         return static
 
-    def _inputs(self, runner: Runner, shape: Shape) -> tuple[torch.Tensor | None, ...]:
-        """What a forward pass of this shape reads."""
+    def _inputs(self, runner: Runner, shape: Shape, states: Hashable = None) -> tuple[torch.Tensor | None, ...]:
+        """What a forward pass of this shape reads. states: the name of theirs, if it is another."""
         (kind, rows, columns, top, tree), buffers = shape, self.buffers
         assert buffers is not None
         return (
@@ -253,7 +253,7 @@ class Graphs(Passes):
             buffers.numbers[:rows],
             buffers.input("parents", rows, columns - 1) if tree else None,
             buffers.visible[:rows, :top],
-            None if runner.prepared.inject is None else buffers.input(kind, rows, columns),
+            None if runner.prepared.inject is None else buffers.input(states or kind, rows, columns),
         )
 
     def _lend(self, layer: SlotLayer, top: int, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
@@ -335,15 +335,6 @@ class Graphs(Passes):
             return False
         return True
 
-    def twin(self, runner: Runner, top: int) -> Any:
-        captures, buffers, cache = self.captures, self.buffers, runner.cache
-        if not (self._serves(cache) and self._confirmed and isinstance(captures, CudaGraphs)) or captures.compiled:
-            return None
-        if not cache.can_rewind:  # states follow committed columns
-            return None
-        whole = buffers is not None and buffers.holds(cache, top) and cache.running == list(range(cache.rows))
-        return self._static(runner, False).twin if whole else None
-
     def compute(
         self,
         runner: Runner,
@@ -380,7 +371,14 @@ class Graphs(Passes):
         return captured()
 
     def chain(
-        self, runner: Runner, ids: torch.Tensor, counts: list[int], steps: int, key: Hashable, function: Chained
+        self,
+        runner: Runner,
+        ids: torch.Tensor,
+        counts: list[int],
+        steps: int,
+        key: Hashable,
+        function: Chained,
+        states: Unfused | None = None,
     ) -> list[torch.Tensor] | None:
         captures, buffers, cache, rows = self.captures, self.buffers, runner.cache, runner.cache.rows
         columns, inject = columns_for(ids.shape[1], rows), runner.prepared.inject
@@ -395,15 +393,16 @@ class Graphs(Passes):
         fits = last <= runner.context and buffers.holds(cache, shape.top) and captures.sort(shape) in captures.trusted
         if not fits or key in self._uncapturable or not (key in captures.held or captures.was_asked(key)):
             return None
-        started, states = now(), None if inject is None else inject.hidden
+        started, before = now(), None if inject is None else inject.hidden
+        name = shape.kind if states is None else ("unfused", shape.kind)
+        given, fuse = (before, None) if states is None else states
         try:
             buffers.feed(cache, rows, columns, ids, None, counts)
-            if states is not None:
-                buffers.put(shape.kind, cache, rows, states)
+            if given is not None:
+                buffers.put(name, cache, rows, given)
             if key not in captures.held:
-                run = functools.partial(
-                    _chained, self._static(runner, False).run, self._inputs(runner, shape), function
-                )
+                static, inputs = self._static(runner, False), self._inputs(runner, shape, name)
+                run = functools.partial(_chained, static.run, static.twin, inputs, fuse, function)
                 with buffers.other_ids(), _same_draws(runner.device):
                     captures.keep(key, captures.record(run, runner.device, False))
                 self._spend(now() - started)
@@ -416,8 +415,8 @@ class Graphs(Passes):
             self._give_up(f"{type(error).__name__}: {error}")
             return None
         finally:
-            if inject is not None and states is not None:  # a capture replaces them
-                inject.hidden = states
+            if inject is not None and before is not None:  # a capture replaces them
+                inject.hidden = before
         self.replays += 1
         captures.replays += 1
         for tap in runner.prepared.taps.values():
@@ -452,10 +451,13 @@ class Graphs(Passes):
         self.release(reason)
 
 
-def _chained(run: Function, inputs: Sequence[torch.Tensor | None], function: Chained) -> Outputs:
-    """A function of `Passes.chain`. run, inputs: as those of a forward pass over the first columns."""
+def _chained(run: Function, twin: Any, inputs: Sequence[torch.Tensor | None], fuse: Any, function: Chained) -> Outputs:
+    """A function of `Passes.chain`. run, inputs: as those of a pass over the first columns. twin: as `_Static`. fuse: of
+    `Unfused`, or None."""
     ids, numbers, _, visible, states = inputs
     assert numbers is not None
+    states = states if fuse is None or states is None else fuse(states)
+    level = None
     counts = numbers[:, 3:4]
     after, steps, hands_on = numbers[:, :2] + counts, itertools.count(), states is not None
     made, *tapped = run(ids, numbers, None, visible, states)
@@ -463,8 +465,12 @@ def _chained(run: Function, inputs: Sequence[torch.Tensor | None], function: Cha
     first = made.gather(1, (counts - 1)[:, :, None].expand(-1, -1, made.shape[-1]))[:, 0]
     last = first
 
-    def read(tokens: torch.Tensor) -> torch.Tensor:
-        nonlocal last
+    def read(tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+        nonlocal last, level
+        if parents is not None:
+            level = level or twin.root_at(first, after, visible)
+            level = twin.next_level(tokens, parents, level)
+            return level.states
         made, *tapped = run(tokens, after + next(steps), None, visible, last[:, None] if hands_on else None)
         for all_columns, hidden in zip(taps, tapped, strict=True):
             all_columns.append(hidden)

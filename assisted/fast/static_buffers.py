@@ -143,7 +143,9 @@ class StaticBuffers:
         self._count(cache, rows, counts)
         self.put("ids", cache, rows, ids)
         if draft is not None and draft.parents is not None:
-            self.put("parents", cache, rows, draft.parents)[:rows, ids.shape[1] - 1 : columns - 1] = -1
+            parents = self.put("parents", cache, rows, draft.parents)
+            if ids.shape[1] < columns:
+                parents[:rows, ids.shape[1] - 1 : columns - 1] = -1
         self._show(cache)
 
     def put(self, name: Hashable, cache: SlotCache, rows: int, of_all: torch.Tensor) -> torch.Tensor:

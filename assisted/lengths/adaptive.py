@@ -269,7 +269,8 @@ class _Adaptive(Length):
             drafting = draft.at(tokens) if draft.knots else tokens * known.draft_cost * plain
             return accepted[tokens] * price - self._verify(1 + tokens) - drafting
 
-        self.at_once = max((min(size, budget) for size in AT_ONCE), key=gain)
+        # a length of its own at the end of a text would be captured for that end alone
+        self.at_once = max([size for size in AT_ONCE if size <= budget] or [budget], key=gain)
         return self.at_once
 
     def go_on(self, position: int, q: torch.Tensor, drawn: bool = False) -> torch.Tensor:

@@ -19,6 +19,7 @@ from assisted import Eagle, distribution
 from assisted.core import acceptance
 from assisted.core import host as clock
 from assisted.engine import trust
+from assisted.fast.capture import Captures, CudaGraphs
 from assisted.methods.shared.guarded import Guarded
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -39,6 +40,7 @@ DRAFTS = {
 CALLS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, **SAMPLED}}
 SHOWN = ("operations", "reads", "replays", "tokens")
 READS = {"item", "tolist", "numpy", "cpu", "nonzero", "equal", "__bool__", "__int__", "__float__", "__index__"}
+NO_KERNEL = ("aten::_local_scalar_dense", "aten::detach_")
 PROMPT = "def fibonacci(n):\n    "
 SECONDS, REPLAYED = 8e-6, 2e-6  # of an operation, and of one within a replay
 LAST = 8
@@ -52,7 +54,7 @@ class _Operations(TorchDispatchMode):
         self.names, self.replays, self.replaying, self.seconds = Counter(), 0, False, 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not (func.is_view or func.name() == "aten::_local_scalar_dense"):
+        if not (func.is_view or func.name() in NO_KERNEL):
             self.names[func.name()] += not self.replaying
             self.seconds += REPLAYED if self.replaying else SECONDS
         return func(*args, **(kwargs or {}))
@@ -102,6 +104,12 @@ def counting():
         recorded += 1
         record(*args)
 
+    def asked(captures, key):
+        nonlocal recorded
+        known = Captures.was_asked(captures, key)
+        recorded += not known
+        return known
+
     def proposed(drafting, text, budget):
         numbers = operations.names.total(), reads.count, operations.replays, recorded, sum(text.lengths) / text.rows
         found.append((numbers, not any(text.ended) and text.room > LAST))
@@ -112,6 +120,7 @@ def counting():
         record_captures(patch)
         patch.setattr(Recording, "__call__", replayed)
         patch.setattr(Recording, "__init__", recording)
+        patch.setattr(CudaGraphs, "was_asked", asked)
         patch.setattr(Guarded, "propose", proposed)
         patch.setattr(trust, "active_modes", list)  # the modes here only count
         patch.setattr(clock, "time", operations)
@@ -121,9 +130,9 @@ def counting():
             yield found
 
 
-def per_round(draft, length, call, rows=1, new_tokens=64, target="zoo:target"):
+def per_round(draft, length, call, rows=1, new_tokens=64, target="zoo:target", calls=3):
     """Operations, reads, replays and tokens of a round: means over a call, without its first two rounds, those that record a
-    capture, and those near the end of a row.
+    capture or are the first of their shape, and those near the end of a row.
 
     target, draft, length: of the pair. call: arguments of `generate`.
     """
@@ -131,7 +140,7 @@ def per_round(draft, length, call, rows=1, new_tokens=64, target="zoo:target"):
         pair = opened(target, draft=draft, draft_length=length)
         ids = pair.tokenizer(PROMPT, return_tensors="pt").input_ids.repeat(rows, 1)
         more = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0, **call}
-        for _ in range(3):  # the first two record
+        for _ in range(calls):  # the first ones record
             torch.manual_seed(0)
             found.clear()
             pair.generate(ids, attention_mask=torch.ones_like(ids), **more)

@@ -5,6 +5,7 @@ For committed tokens these hold the result of true features; what it computes fo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,8 @@ from ..shared.chain import ChainDrafting
 from ..shared.heads import Head, StateHead
 from ..shared.registry import register
 from ..shared.runner import HeadRunner, LevelReader
-from ..shared.tree_growth import Growing, Limits, NodeReader, grow, grow_in_c, learn, shape_of
+from ..shared.tree_at_once import Blind, Worth, grow_at_once, table_of
+from ..shared.tree_growth import ROOT, Growing, Limits, NodeReader, grow, grow_in_c, learn, shape_of
 from .formats import is_eagle, load_eagle, require_eagle, save_eagle
 from .fused import fused_head, source_of
 from .head import EagleHead
@@ -158,9 +160,11 @@ class EagleDrafter(Drafter):
         self.window = spec.draft_window if isinstance(spec, WindowOptions) else None
         self.graphs = Graphs()
         self.rates = {do_sample: Rates() for do_sample in (False, True)}
+        self.worth = {do_sample: Worth() for do_sample in (False, True)}  # of trees
         self.why_not_in_c: str | None = None  # of the steps of the last call that has drafted
         self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
         self._fused: tuple[Source, PreparedModule] | None = None
+        self._table: torch.Tensor | None = None  # of `table_on`
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the cached fused head: a copy creates its own."""
@@ -178,6 +182,14 @@ class EagleDrafter(Drafter):
     def most(self) -> int:
         """Maximum number of nodes in a tree."""
         return self.spec.nodes or (NODES_CPU if self.head.device.type == "cpu" else NODES)
+
+    def table_on(self, device: torch.device, rates: Rates) -> torch.Tensor:
+        """`table_of` some rates, at the same address in every round."""
+        table = table_of(rates, device)
+        if self._table is None or self._table.device != device:
+            with torch.inference_mode(False):
+                self._table = torch.empty_like(table, device=device)
+        return self._table.copy_(table, non_blocking=True)
 
     def fused(self, head: Any, trusted: Trust) -> PreparedModule:
         """The head in fewer operations, created anew if its weights have changed."""
@@ -213,6 +225,8 @@ class HeadDrafting(ChainDrafting):
         self.trees = wanted and call.target.masks.trees
         self.rates = drafter.rates[call.distribution.do_sample]
         self.grown: Growing | None = None  # the proposed tree, until it is verified
+        self.blind: Blind | None = None  # the same of one that the host has not seen yet
+        self.worth = drafter.worth[call.distribution.do_sample]
 
     def limits(self, depth: int) -> Limits:
         """Those of a tree that grows level by level: the head reads the best `top_k` nodes of each."""
@@ -245,7 +259,7 @@ class HeadDrafting(ChainDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.require_numbers()
-        self.grown = None
+        self.grown = self.blind = None
         self.proposed = draft = self._draft(text, budget)
         return draft
 
@@ -255,10 +269,15 @@ class HeadDrafting(ChainDrafting):
 
     def learn(self, round: Round) -> None:
         """Learn how often the head is right, and note the suspicion if hardly any draft's first token was accepted."""
+        drafter = self.drafter
+        if self.blind is not None:
+            self.grown = self.blind.grown(round)
+            if any(math.isnan(self.grown.offers[row].below[ROOT][1][0]) for row in round.unfinished):
+                self.broken = torch.tensor(True)
         if self.grown is not None:
             learn(self.rates, self.grown.offers, self.grown.text, round.kept)
+            self.worth.see(self.grown.worth())
             self.grown = None
-        drafter = self.drafter
         self.see_lengths(round, self.proposed)
         if not round.draft.is_that_of(self.proposed):
             return
@@ -336,10 +355,13 @@ class EagleDrafting(HeadDrafting):
         runner.keep_last(self.drafter.window)
         if self.parallel:
             return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
-        tokens, states, counts = self._unread_columns(runner, text)
-        if not self.trees and (draft := self._chain_at_once(runner, text, tokens, states, counts, budget)) is not None:
-            return draft
-        state = runner.read(tokens, states, counts)
+        tokens, features, counts = self._unread_columns(runner, text)
+        if self._at_once_with(runner):
+            at_once = self._tree_at_once if self.trees else self._chain_at_once
+            if (draft := at_once(runner, text, tokens, features, counts, budget)) is not None:
+                runner.cache.commit(counts)
+                return draft
+        state = runner.read(tokens, runner.fuse(features), counts)
         with runner.cache.borrowed():
             return (self._tree if self.trees else self._chain)(runner, text, state, budget)
 
@@ -383,7 +405,7 @@ class EagleDrafting(HeadDrafting):
         return self.runner
 
     def _unread_columns(self, runner: HeadRunner, text: Text) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """What was committed since the last round, as `HeadRunner.read` takes it."""
+        """What was committed since the last round, as `HeadRunner.read` takes it, but with features in place of states."""
         cache = runner.cache
         features, counts = _joined(self.unread)
         totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
@@ -391,11 +413,12 @@ class EagleDrafting(HeadDrafting):
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
         tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
         self.unread = []
-        return tokens, runner.fuse(features), counts
+        return tokens, features, counts
 
     def _ahead(self, runner: HeadRunner, text: Text, budget: int) -> Draft:
         """A chain by one forward pass over the committed tokens and masks after them (2602.01469)."""
-        states = runner.read_ahead(*self._unread_columns(runner, text), budget - 1)
+        tokens, features, counts = self._unread_columns(runner, text)
+        states = runner.read_ahead(tokens, runner.fuse(features), counts, budget - 1)
         logits = iter(self.fitted(runner.head.over_all(runner.logits(states)), text).unbind(1))
         return self.draft_chain(text, budget, next(logits), lambda tokens: next(logits))
 
@@ -407,26 +430,59 @@ class EagleDrafting(HeadDrafting):
                 return self.best_of(grow_in_c(tree, text, length, self.goes_on), limits.nodes)
         return self.best_tree(LevelReader(runner, state, limits.room), None, text, limits)
 
+    def _at_once_with(self, runner: HeadRunner) -> bool:
+        """Whether one captured function may read the committed columns and draft. Not where the target's weights are read in a
+        function of the head, nor where states of the text are others."""
+        resumes = (
+            runner.state is not None and type(runner.head).resume is Head.resume
+        )  # block drafters have no `resume`
+        return resumes and runner.steps is None and not runner.head.shares_output
+
     def _chain_at_once(
-        self, runner: HeadRunner, text: Text, tokens: torch.Tensor, states: torch.Tensor, counts: list[int], budget: int
+        self,
+        runner: HeadRunner,
+        text: Text,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        counts: list[int],
+        budget: int,
     ) -> Draft | None:
         """A chain and the reading of the committed columns in one captured function; None where that is not possible."""
-        head = runner.head
-        # not where the target's weights are read in a function of the head, nor where states of the text are others
-        if (
-            runner.steps is not None
-            or head.shares_output
-            or runner.state is None  # as of block drafters, which have no `resume`
-            or type(head).resume is not Head.resume
-        ):
-            return None
-        runner.take(states)
-        self._know_entries(head, text)
-        found = self.chain_at_once(runner, tokens, counts, budget, functools.partial(self._logits, runner, text))
+        self._know_entries(runner.head, text)
+        logits, states = functools.partial(self._logits, runner, text), (features, runner.head.fuse)
+        found = self.chain_at_once(runner, tokens, counts, budget, logits, states=states)
         if found is None:
             return None
         draft, (runner.state,) = found
-        runner.cache.commit(counts)
+        return draft
+
+    def _tree_at_once(
+        self,
+        runner: HeadRunner,
+        text: Text,
+        tokens: torch.Tensor,
+        features: torch.Tensor,
+        counts: list[int],
+        budget: int,
+    ) -> Draft | None:
+        """The same with a tree. Its size is chosen by what the last trees were worth."""
+        length, head, rates = self.call.length, runner.head, self.rates
+        possible = self.worth.recent and not self.call.distribution.processors and runner.device == text.ids.device
+        depth = length.ahead(budget) if possible else None
+        if depth is None:
+            return None
+        limits, table = self.limits(depth), self.drafter.table_on(runner.device, rates)
+        if limits.candidates > (head.config.vocab_size if head.d2t is None else len(head.d2t)):
+            return None
+        best, steps = functools.partial(runner.best, count=limits.candidates), (depth - 1) * limits.beam
+        function = functools.partial(grow_at_once, limits, rates.ranks, best, table)
+        key, states = ("tree", limits, table.data_ptr()), (features, head.fuse)
+        found = runner.passes.chain(runner, tokens, counts, steps, key, function, states)
+        if found is None:
+            return None
+        made, runner.state = found
+        nodes = self.drafter.spec.nodes or self.worth.size(limits.nodes, depth, length.costs)
+        self.blind, draft = Blind.drafted(made, limits, text, nodes, sum(self.worth.recent[:nodes]))
         return draft
 
     def _know_entries(self, head: Any, text: Text) -> None:

@@ -4,7 +4,6 @@ Drafting needs no forward pass: all heads read the same state.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -26,6 +25,8 @@ from ...lengths.cost_model import UNMEASURED, best_size
 from ...lengths.rates import Rates
 from ..shared.base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
 from ..shared.registry import register
+from ..shared.tree_at_once import Blind, Worth, grow_at_once, reads, table_of
+from ..shared.tree_growth import Limits
 from ..shared.trees import best_paths, from_lists
 from .head import MedusaHeads, output_size, require_medusa
 
@@ -102,6 +103,7 @@ class MedusaDrafter(Drafter):
     def __init__(self, spec: Medusa, heads: MedusaHeads, target: PreTrainedModel, needs: Needs):
         self.spec, self.heads, self.target, self.needs = spec, heads, target, needs
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
+        self.worth = {do_sample: Worth() for do_sample in (False, True)}  # of trees
 
     @property
     def sizes_trees(self) -> bool:
@@ -134,6 +136,9 @@ class MedusaDrafting(Drafting):
         self.call = call
         self.drafter = drafter
         self.rates = drafter.rates[call.distribution.do_sample]
+        self.worth = drafter.worth[call.distribution.do_sample]
+        self.blind: Blind | None = None  # the proposed tree, if the host has not seen it
+        self.broken = False  # the last round had logits that are not a number
         self.text: Text | None = None
         # by row, then by head: the best tokens and their probabilities, until they are verified
         self.guesses: dict[int, list[tuple[list[int], list[float]]]] = {}
@@ -142,7 +147,7 @@ class MedusaDrafting(Drafting):
         self.states = call.states[self.last][:, -1]
 
     def propose(self, text: Text, budget: int) -> Draft:
-        self.text = text
+        self.text, self.blind = text, None
         if self.drafter.sizes_trees and self.call.target.masks.trees:
             return self._tree(text, budget)
         heads = self.drafter.heads
@@ -153,12 +158,26 @@ class MedusaDrafting(Drafting):
     def observe(self, round: Round) -> None:
         """Keep the hidden states of the committed tokens, whichever drafter proposed them, and judge the last guesses."""
         counts, path = round.kept, round.path
+        if self.blind is not None:
+            self._see(self.blind, round)
         hidden = round.states[self.last]
         last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
         if path is not None:
             last = [columns[index] for columns, index in zip(path, last, strict=True)]
         self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
         self._learn(counts)
+
+    def _see(self, blind: Blind, round: Round) -> None:
+        """Take over the guesses of a tree that was drafted without a look at them."""
+        grown, read = blind.grown(round), reads(blind.limits)
+        self.worth.see(grown.worth())
+        firsts = [sum(read[:level]) for level in range(len(read))]
+        for row in round.unfinished:
+            offered = grown.offers[row]
+            blocks = [list(offered.below.values())[place] for place in firsts]
+            self.guesses[row] = [(offered.tokens[start : start + len(sure)], sure) for start, sure in blocks]
+            if math.isnan(blocks[0][1][0]):
+                self.broken = True
 
     def _learn(self, counts: list[int]) -> None:
         """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
@@ -176,31 +195,59 @@ class MedusaDrafting(Drafting):
             self.rates.learn(outcomes)
         self.guesses = {}
 
-    def _best(self, budget: int, states: torch.Tensor) -> list[torch.Tensor]:
+    def _best(self, budget: int, states: torch.Tensor) -> torch.Tensor:
         """The best tokens of the first `budget` heads after states [B, H]: probabilities and ids, [D, B, 2 k] float64."""
         heads = self.drafter.heads
         logits = heads(states, self.drafter.target.get_output_embeddings(), budget).float()  # [D, B, V]
         best, columns = logits.softmax(-1).topk(min(self.drafter.spec.candidates, logits.shape[-1]))
-        return [torch.cat([best.double(), heads.tokens(columns).double()], -1)]
+        return torch.cat([best.double(), heads.tokens(columns).double()], -1)
+
+    def _tree_at_once(self, text: Text, limits: Limits) -> Draft | None:
+        """`_tree` in one captured function. Its size is chosen by what the last trees were worth."""
+        spec, rates, length = self.drafter.spec, self.rates, self.call.length
+        if not self.worth.recent or self.states.device != text.ids.device:
+            return None
+
+        def run(states: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+            levels = iter(self._best(limits.depth, states))  # the same after every node of a level
+
+            def read(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+                return next(levels)[:, None].expand(-1, tokens.shape[1], -1)
+
+            return grow_at_once(limits, rates.ranks, lambda best: best, table, next(levels), read)
+
+        weights = tuple(weight.data_ptr() for weight in self.drafter.heads.parameters())
+        table = table_of(rates, text.ids.device).to(text.ids.device, non_blocking=True)
+        found = self.call.target.compute(("medusa", limits, weights), run, self.states, table)
+        if found is None:
+            return None
+        nodes = spec.nodes or self.worth.size(limits.nodes, 1, length.costs)
+        self.blind, draft = Blind.drafted(found[0].clone(), limits, text, nodes, sum(self.worth.recent[:nodes]))
+        return draft
 
     def _tree(self, text: Text, budget: int) -> Draft:
         """A tree of the most probable paths for each unfinished row, of a worthwhile size and at most `budget` levels."""
         drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
-        find = functools.partial(self._best, budget)
-        weights = tuple(weight.data_ptr() for weight in drafter.heads.parameters())
-        found = self.call.target.compute(("medusa", budget, spec.candidates, weights), find, self.states)
-        (best,) = find(self.states) if found is None else found
+        if self.broken:
+            raise FloatingPointError("the heads' logits are not a number")
+        most = spec.nodes or (NODES_CPU if self.states.device.type == "cpu" else NODES)
+        candidates = min(spec.candidates, drafter.heads.vocab_size or self.call.vocab_size)
+        depth = min(budget, drafter.heads.heads)
+        limits = Limits(depth, most, candidates, most, 0, by_level=True)
+        if (draft := self._tree_at_once(text, limits)) is not None:
+            return draft
+        best = self._best(budget, self.states)
         half, table = best.shape[-1] // 2, best.tolist()
         sure = [[of_row[:half] for of_row in of_head] for of_head in table]
         tokens = [[list(map(int, of_row[half:])) for of_row in of_head] for of_head in table]
-        limit = spec.nodes or (NODES_CPU if best.device.type == "cpu" else NODES)
         trees = [best_paths([], 0)] * text.rows
         for row in growing:
             if math.isnan(sure[0][row][0]):
                 raise FloatingPointError("the heads' logits are not a number")
             self.guesses[row] = [(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
-            trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], limit)
+            trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], most)
         worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
+        self.worth.see(worth)
         costs = self.call.length.costs or UNMEASURED
         count = spec.nodes or best_size(worth, lambda nodes: costs.draft + costs.verify_seconds(nodes + 1))[0]
         trees = [tree.cut(count) for tree in trees]

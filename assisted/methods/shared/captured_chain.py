@@ -11,7 +11,7 @@ from ...core import acceptance
 from ...core.drafts import Draft
 from ...distribution import probabilities
 from ...engine.kept import Entries
-from ...engine.passes import Runner
+from ...engine.passes import Runner, Unfused
 from .base import Call, Drafting
 
 
@@ -40,12 +40,13 @@ class CapturedChain(Drafting):
         budget: int,
         logits: Callable[[torch.Tensor], torch.Tensor],
         whole: bool = False,
+        states: Unfused | None = None,
     ) -> tuple[Draft, list[torch.Tensor]] | None:
         """`draft_chain` of a model that has not read the last committed tokens, in one captured function; None where that is
         not possible. Nothing is committed.
 
-        ids, counts: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. whole: whether the model reads
-        the last token, too. Returns what the captured function returns besides, too.
+        ids, counts, states: as for `Passes.chain`. logits: of the model's output after a token, [B, V']. whole: whether the
+        model reads the last token, too. Returns what the captured function returns besides, too.
         """
         key = self.call.distribution.of_logits
         count = None if key is None else self.call.length.ahead(budget)
@@ -53,7 +54,7 @@ class CapturedChain(Drafting):
             return None
         key = type(self), count, key, self.size, None if self.entries.known is None else len(self.entries.known)
         function = functools.partial(self._at_once, count, logits, whole)
-        found = runner.passes.chain(runner, ids, counts, count - 1 + whole, key, function)
+        found = runner.passes.chain(runner, ids, counts, count - 1 + whole, key, function, states)
         if found is None:
             return None
         tokens, lengths, self.broken, *more = found

@@ -17,7 +17,7 @@ from ...core.host import filled, on_device
 from ...distribution import probabilities
 from ...engine.cache import SlotCache
 from ...engine.parts import Inject
-from ...engine.passes import Inputs, Runner, slots_for
+from ...engine.passes import Inputs, Runner
 from ...engine.prepared import PreparedModule
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import HeadSteps, Shape, TreeInC
@@ -29,12 +29,13 @@ class Level(NamedTuple):
     """A level of a token tree after the head has read it.
 
     states: [B, n, H], zeros for rows that don't run. seen: [B, n, S] bool, the slots that each column attends to. positions:
-    [B, 1] int64, of the next level.
+    [B, 1] int64, of the next level. ends: [B, 1] int64, its first slots, in captured functions.
     """
 
     states: torch.Tensor
     seen: torch.Tensor
     positions: torch.Tensor
+    ends: torch.Tensor | None = None
 
 
 class HeadRunner(Runner):
@@ -217,8 +218,7 @@ class HeadRunner(Runner):
         """The committed text as the level above the first one of a token tree. state: [B, H], the head's state after the
         text. room: the largest number of columns read of the tree."""
         top = max(self.cache.lengths) + room
-        twin = self.passes.twin(self, slots_for(top))
-        slots = torch.arange(top if twin is None else slots_for(top), device=self.device)
+        slots = torch.arange(top, device=self.device)
         known = on_device(self.cache.lengths, self.device)[:, None]
         seen = slots < known
         if self.cache.visible is not None:
@@ -234,7 +234,7 @@ class HeadRunner(Runner):
         cache = self.cache
         cache.place(len(tokens[0]), self.device)
         table = self._table(tokens, parents, above)
-        made = self._level(table, *(cache.of_running(part) for part in above))
+        made = self._level(table, *(cache.of_running(part) for part in above[:3]))
         return Level(cache.spread(made.states), cache.spread(made.seen), above.positions + 1)
 
     def _table(self, tokens: Rows, parents: Rows, above: Level) -> torch.Tensor:
@@ -256,20 +256,20 @@ class HeadRunner(Runner):
         made = self.head(self.head.embed(ids, self.target), given, positions, mask, self.cache)
         return Level(made, seen, positions + 1)
 
-    def level_at_once(self, tokens: Rows, parents: Rows, above: Level, count: int) -> tuple[Level, torch.Tensor] | None:
-        """`level` and `best` in one captured function, whose results are valid until the next one; None where that is not
-        possible. Not with the target's output embedding, which may change between calls."""
-        twin = None if self.head.shares_output else self.passes.twin(self, above.seen.shape[-1])
-        if twin is None:
-            return None
+    def root_at(self, state: torch.Tensor, known: torch.Tensor, visible: torch.Tensor) -> Level:
+        """`root` within a captured function. known: [B, 2] int64, valid slots and position of the next column. visible: [B, S]
+        bool, False at a prompt's padding."""
+        seen = (torch.arange(visible.shape[1], device=self.device) < known[:, :1]) & visible
+        return Level(state[:, None], seen[:, None], known[:, 1:].clamp(0, self.context - 1), known[:, :1])
 
-        def run(table: torch.Tensor, *level: torch.Tensor) -> list[torch.Tensor]:
-            twin.cache.place_at(table[2, :, :1], table.shape[2], level[1].shape[-1])
-            made = twin._level(table, *level)
-            return [*made, twin.best(made.states, count)]
-
-        found = self.compute(("level", count), run, self._table(tokens, parents, above), *above)
-        return None if found is None else (Level(*found[:3]), found[3])
+    def next_level(self, tokens: torch.Tensor, parents: torch.Tensor, above: Level) -> Level:
+        """`level` within a captured function. tokens, parents: [B, n] int64."""
+        assert above.ends is not None
+        rows, columns = (torch.arange(count, device=self.device) for count in tokens.shape)
+        table = torch.stack([tokens, parents + rows[:, None] * above.states.shape[1], above.ends + columns])
+        self.cache.place_at(above.ends, len(columns), above.seen.shape[-1])
+        states, seen, positions, _ = self._level(table, *above[:3])
+        return Level(states, seen, positions.clamp(max=self.context - 1), above.ends + len(columns))
 
     def best(self, states: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` most probable tokens after states, best first: probabilities and ids, [..., 2 count] float64."""
@@ -298,38 +298,23 @@ class LevelReader(NodeReader):
         self.level = runner.root(state, room)
         self.first = -1  # column of the last level's first node; the committed text counts as a level of one node
         self.vocabulary = None if runner.head.d2t is None else runner.head.draft_tokens
-        self.top: torch.Tensor | None = None  # as `HeadRunner.best`, after the nodes of the last level
 
     def logits(self) -> torch.Tensor:
         """Logits [B, n, Vd] after the nodes of the last level."""
         return self.runner.logits(self.level.states)
 
-    def best(self) -> tuple[list[list[list[float]]], list[list[list[int]]]] | None:
-        runner, count = self.runner, self.candidates
-        if self.top is None and count is not None and not runner.head.shares_output:
-            found = runner.compute(("best", count), lambda states: [runner.best(states, count)], self.level.states)
-            self.top = None if found is None else found[0]
-        if self.top is None:
-            return None
-        rows, half = self.top.tolist(), self.top.shape[-1] // 2
-        sure = [[of_node[:half] for of_node in row] for row in rows]
-        return sure, [[[int(token) for token in of_node[half:]] for of_node in row] for row in rows]
-
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         return self.runner.head.over_all(logits)
 
-    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor | None:
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor:
         """Read a level: children of nodes of the last level."""
         tokens, parents = filled(tokens), filled(parents, self.first)
         above = [[parent - self.first for parent in row] for row in parents]
         self.first = self.columns
         self.add(tokens, parents)
-        count, found = self.candidates, None
-        if count is not None:
-            found = self.runner.level_at_once(tokens, above, self.level, count)
-        self.level, self.top = found or (self.runner.level(tokens, above, self.level), None)
+        self.level = self.runner.level(tokens, above, self.level)
         self.runner.cache.commit([len(tokens[0])] * len(tokens))
-        return self.logits() if found is None else None
+        return self.logits()
 
 
 def _last(states: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

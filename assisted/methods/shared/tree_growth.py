@@ -35,11 +35,9 @@ class NodeReader:
     Attributes:
         tokens, parents: by row, of the columns read so far; rows are filled up. Parents are columns, -1 for the committed text.
         vocabulary: the token ids of the logits' entries, [Vd] int64; None for 0, 1, ...
-        candidates: how many of the best tokens `best` is going to be asked for after each forward pass; None if logits are.
     """
 
     vocabulary: torch.Tensor | None = None
-    candidates: int | None = None
 
     def __init__(self, rows: int):
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -56,22 +54,17 @@ class NodeReader:
             self.tokens[row] += new
             self.parents[row] += above
 
-    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor | None:
+    def read(self, tokens: Rows, parents: Rows, depths: Rows) -> torch.Tensor:
         """Read nodes, by row; rows may have different numbers of them, and are filled up.
 
         parents: columns that were read before, -1 for the committed text. depths: 1 for its children. Returns the logits after
-        each node, [B, n, Vd], zeros for rows that don't run; None if `best` has the candidates.
+        each node, [B, n, Vd], zeros for rows that don't run.
         """
         raise NotImplementedError
 
     def logits(self) -> torch.Tensor:
         """The same, of the nodes that were read last."""
         raise NotImplementedError
-
-    def best(self) -> tuple[list[list[list[float]]], list[list[list[int]]]] | None:
-        """Probabilities and ids of the candidates after the nodes that were read last, by row and node; None where they must be
-        computed from logits."""
-        return None
 
     def over_all(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, n, Vd] -> [B, n, V], -inf for tokens without a logit."""
@@ -181,30 +174,18 @@ def grow(
     Raises FloatingPointError if the logits after the text contain NaN.
     """
     length = call.length
-    # the reader finds the best tokens, where nothing else looks at the distribution
-    whole = call.distribution.processors or (length.needs_q and not length.reads_top)
-    reader.candidates = None if whole else limits.candidates
-    top = reader.best() if logits is None else None
-    if top is None and logits is None:
-        logits = reader.logits()
-    broken = logits is not None and bool(logits.isnan().any())
-    if broken or (top is not None and any(math.isnan(top[0][row][0][0]) for row in text.unfinished)):
+    logits = reader.logits() if logits is None else logits
+    if bool(logits.isnan().any()):
         raise FloatingPointError("the draft's logits are not a number")
     grown = Growing(text, [Offers() for _ in text.ended], [], [[] if ended else [ROOT] for ended in text.ended])
     columns: list[dict[int, int]] = [{ROOT: -1} for _ in text.ended]  # by row: column of each node that was read
     began = None
     while True:
-        if top is not None:
-            sure, tokens = top
-        else:
-            assert logits is not None
-            distributions, vocabulary = _distributions(reader, call, text, logits)
-            found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
-            sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
+        distributions, vocabulary = _distributions(reader, call, text, logits)
+        found, best = distributions.topk(min(limits.candidates, distributions.shape[-1]))
+        sure, tokens = found.tolist(), (best if vocabulary is None else vocabulary[best]).tolist()
         if length.needs_q:
-            of_top = top is not None  # then the best probability of each row is all that is read
-            q = torch.tensor([of_row[0][:1] for of_row in sure]) if of_top else distributions[:, 0].to(text.ids.device)
-            wanted = length.go_on(grown.forwards, q).tolist()
+            wanted = length.go_on(grown.forwards, distributions[:, 0].to(text.ids.device)).tolist()
             grown.reading = [nodes if goes else [] for nodes, goes in zip(grown.reading, wanted, strict=True)]
         began = began or now()  # the device has done its work: the numbers are on the host
         grown.seconds = now() - began
@@ -229,7 +210,6 @@ def grow(
             [[column[offered.parents[node]] for node in nodes] for offered, nodes, column in each],
             [[offered.depths[node] for node in nodes] for offered, nodes, _ in each],
         )
-        top = reader.best() if logits is None else None
         grown.forwards += 1
 
 

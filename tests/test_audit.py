@@ -59,7 +59,7 @@ def test_exact_engines_pass(engine: str, target: Any, tokenizer: Any, prompts: A
     else:
         draft = AutoModelForCausalLM.from_pretrained(zoo.folder("draft"), dtype=torch.float32)
         subject = Model(target, tokenizer, {"assistant_model": draft})
-    found = verdicts(subject, target, tokenizer, prompts[:2])
+    found = verdicts(subject, target, tokenizer, prompts[:1])
     # transformers 5.23 looks for stop strings after a whole draft, and loses the tokenizer for it beside a draft model
     lacking = {"stop strings"} if engine != "pair" else set()
     assert {check for check, verdict in found.items() if verdict == "passed"} >= LOSSLESS - lacking
@@ -108,7 +108,7 @@ class Faulty(Model):
 def test_planted_faults_fail(fault: str, check: str, target: Any, tokenizer: Any, prompts: Any) -> None:
     torch.manual_seed(0)
     drawn = check == "sampled tokens"  # a matter of counts, where one wrong answer shows the others
-    some, settings = (prompts, Settings(10, 40)) if drawn else (prompts[:2], SETTINGS)
+    some, settings = (prompts, Settings(5, 30)) if drawn else (prompts[:1], SETTINGS)
     found = failed(Faulty(target, tokenizer, fault=fault), target, tokenizer, some, settings=settings)
     if fault == "a greedy draft is kept":
         found -= {"log probabilities"}  # of the wrong token
@@ -193,14 +193,14 @@ def test_servers_that_answer_in_different_forms(form: str, target: Any, tokenize
         return 200, {"choices": [{"text": text, "logprobs": about}]}
 
     with served(answer) as url:
-        made = audit(Server(url, tokenizer), target, tokenizer, prompts[:2], Settings(8, 6, json_requests=2))
+        made = audit(Server(url, tokenizer), target, tokenizer, prompts[1:2], Settings(8, 6, json_requests=2))
     of = {finding.check: finding for finding in made.findings}
     found = {check: finding.verdict for check, finding in of.items()}
     if form == "llama.cpp, verified":
         assert found.pop("log probabilities") == "failed"
-        assert of["log probabilities"].told.startswith("8 log probabilities differ by at most")
-        assert "; 8 others are exactly 0, which says that their tokens were certain" in of["log probabilities"].told
-        assert of["log probabilities"].figures["zeros"] == 8 and of["log probabilities"].figures["most"] < 1e-5
+        assert of["log probabilities"].told.startswith("4 log probabilities differ by at most")
+        assert "; 4 others are exactly 0, which says that their tokens were certain" in of["log probabilities"].told
+        assert of["log probabilities"].figures["zeros"] == 4 and of["log probabilities"].figures["most"] < 1e-5
     assert "failed" not in found.values()
     assert of["JSON"].told.startswith("1 of 1 answers follow their JSON schema; 1 more reached their limit of tokens")
     assert found["greedy text"] == found["JSON"] == found["stop strings"] == "passed"

@@ -12,7 +12,7 @@ import pytest
 import simulation
 import torch
 from architectures import ARCHITECTURES, build, half_right, random_ids
-from covering import one_in
+from covering import in_turns, one_in
 from simulation import HOPELESS, PAIRS, Pair, Source, distributions, oracle, simulate
 
 from assisted import AssistedModelForCausalLM, generation
@@ -46,12 +46,11 @@ def text(source, tokens=TOKENS, seed=0):
     return source.text(tokens + 64, seed)
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_close_to_the_rule_tuned_in_hindsight(source, pair):
+@pytest.mark.parametrize("pair,name", in_turns([*PAIRS, STEP, START], list(SOURCES)))
+def test_close_to_the_rule_tuned_in_hindsight(pair, name):
     """Within 3% of the best fixed length, threshold or both, and no slower than plain decoding. Where not even hindsight
     gains more than the margin asks for, giving up is right."""
-    seeds = (0, 1)
+    seeds, source = (0, 1), SOURCES[name]
     speedup = sum(simulate(Adaptive(), pair, [text(source, seed=seed)], TOKENS, seed).speedup for seed in seeds) / 2
     best = sum(oracle(pair, source, TOKENS, seed)[0] for seed in seeds) / 2
     assert speedup >= 0.98
@@ -59,7 +58,7 @@ def test_close_to_the_rule_tuned_in_hindsight(source, pair):
         assert speedup >= 0.97 * best
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
+@pytest.mark.parametrize("pair", one_in(2, [*PAIRS, STEP, START]))
 def test_unsure_distributions_that_overlap_are_tried(pair):
     """Of drawn tokens, those of low confidence may be accepted as often as any: nothing is known of them before they are
     proposed. Between the first calls of a pair and the best rule in hindsight lies what is learned on the way."""
@@ -100,9 +99,10 @@ def test_a_draft_that_turns_hopeless_is_switched_off():
     assert whole.length.predicted_speedup < 1.03
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, STEP, START], ids=str)
-@pytest.mark.parametrize("name", ["switching", "long stretches", "confidence says nothing"])
-def test_a_batch_is_no_slower_than_its_best_fixed_length(name, pair):
+@pytest.mark.parametrize(
+    "pair,name", in_turns([*PAIRS, STEP, START], ["switching", "long stretches", "confidence says nothing"])
+)
+def test_a_batch_is_no_slower_than_its_best_fixed_length(pair, name):
     texts = [text(SOURCES[name], 1500, seed) for seed in range(4)]
     best = max(simulate(Fixed(n), pair, texts, 1500).speedup for n in (1, 2, 3, 4, 6, 8))
     speedup = simulate(Adaptive(), pair, texts, 1500).speedup

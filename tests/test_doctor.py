@@ -504,6 +504,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = json.loads(out.read_text())
     assert [one["draft"] for one in found["drafts"]] == ["zoo:draft", "suffix"]
     assert found["told"].strip() == printed.strip()
+    argv = ["doctor", "zoo:target", "--draft", "suffix", *QUICK]
     assert main([*argv, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "zoo:target"
     assert main([*argv, "--draft", "ngram:0"]) == 2

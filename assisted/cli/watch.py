@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..core.drafts import Draft, Round
+from ..core.drafts import Round
+from ..methods.shared.trees import first_paths
 
 _ACCEPTED, _END = "\x1b[36m", "\x1b[0m"
 
@@ -39,7 +40,7 @@ class Watch:
         """Draw a round in two steps: the draft, and its result."""
         new, accepted = round.kept[0], round.accepted[0]
         self._settle(len(self._arrived) - new, by_draft=False)
-        self.waiting = _first_path(round.draft)
+        self.waiting = first_paths(round.draft)[0]
         self.draw(self)
         pairs = zip(self.waiting, self._arrived[:accepted], strict=False)
         self.rejected = self.waiting[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
@@ -98,17 +99,3 @@ class ColouredStreamer(Watch):
             print(f"{_ACCEPTED}{piece}{_END}" if drafted and piece.strip() else piece, end="")
         self.shown = len(self.tokens)
         print(end="", flush=True)
-
-
-def _first_path(draft: Draft) -> list[int]:
-    """The tokens of the first row's chain, or of the first path of its tree."""
-    count = int(draft.lengths[0])
-    tokens = draft.tokens[0, :count].tolist()
-    if draft.parents is None:
-        return tokens
-    path, last = [], -1
-    for node, (token, parent) in enumerate(zip(tokens, draft.parents[0, :count].tolist(), strict=True)):
-        if parent == last:
-            path.append(token)
-            last = node
-    return path

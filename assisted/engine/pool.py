@@ -18,8 +18,6 @@ import torch
 from .cache import SlotCache
 from .session import LEAST, Session, can_go_on
 
-__all__ = ["SessionPool"]
-
 
 class State(Protocol):
     """A model with its weights as they were when it read something (`fast.sources.Source`)."""

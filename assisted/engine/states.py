@@ -18,6 +18,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.host import on_device
+from . import delta
 from .cache import Paths, SlotCache, SlotLayer
 from .libraries import (
     DummyLayer,
@@ -26,6 +27,7 @@ from .libraries import (
     LinearAttentionLayer,
 )
 from .masks import Columns
+from .stepped import Steps
 
 MOST_SAVED, MOST_SAVED_BYTES = 8, 2**28  # states of a text, beside the present ones
 STATES = ("conv_states", "recurrent_states")
@@ -145,23 +147,8 @@ class StateCache(SlotCache):
         return layer
 
 
-class Read(Protocol):
-    """What a layer has read in a forward pass."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of it."""
-        ...
-
-    def states_after(
-        self, last: torch.Tensor | int, states: list[torch.Tensor], columns: Columns
-    ) -> list[torch.Tensor]:
-        """The layer's states [R, ...] after one column of each running row.
-
-        last: [R] int64, or a column of every row of a chain. states: before the forward pass. columns: how they follow one
-        another.
-        """
-        ...
+Read = delta.Read | Steps
+"""What a layer has read in a forward pass."""
 
 
 class PassRead(Protocol):

@@ -102,6 +102,7 @@ class Traits:
             if len(_KNOWN) >= _MOST:
                 _KNOWN.clear()
             keeps, is_recurrent = _keeps(model, config)
+            modalities = getattr(model, "input_modalities", "text")
             mixers = _mixers(model, config)
             masks = _masks(config, forward["takes_positions"], mixers is not None)
             copies = mixers is not None and not all(issubclass(kind, DeltaMixer) for kind in mixers)
@@ -117,7 +118,7 @@ class Traits:
                 keeps=keeps,
                 is_recurrent=is_recurrent,
                 experts=experts_of(config),
-                reads=_reads(model),
+                reads=frozenset([modalities] if isinstance(modalities, str) else modalities) - {"text"},
                 crosses=crosses,
                 **forward,
             )
@@ -172,11 +173,6 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     is_recurrent = kinds <= _STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
     names = ["a recurrent state"] if is_stateful(model) else sorted(kind.__name__ for kind in kinds)
     return tuple(names), is_recurrent
-
-
-def _reads(model: Any) -> frozenset[str]:
-    modalities = getattr(model, "input_modalities", "text")
-    return frozenset([modalities] if isinstance(modalities, str) else modalities) - {"text"}
 
 
 def _mixers(model: Any, config: Any) -> set[type] | None:

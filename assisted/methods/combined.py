@@ -54,11 +54,11 @@ class Several(Spec):
 
     def written(self, folder: str) -> dict[str, Any]:
         parts = [part.written(f"{folder}-{number}") for number, part in enumerate(self.parts())]
-        return {"method": self.name, "drafters": parts}
+        return {**super().written(folder), "drafters": parts}
 
     @classmethod
     def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
-        return cls(_read_parts(fields, pair))
+        return super().read({**fields, "drafters": tuple(read(part, pair) for part in fields["drafters"])}, pair)
 
     def save(self, drafter: Any, path: Path, tokenizer: Any) -> None:
         for number, (part, member) in enumerate(zip(self.parts(), drafter.members, strict=True)):
@@ -83,13 +83,6 @@ class Combined(Several):
     title = "Several drafters in turns"
 
     fill: bool = True
-
-    def written(self, folder: str) -> dict[str, Any]:
-        return {**super().written(folder), "fill": self.fill}
-
-    @classmethod
-    def read(cls, fields: dict[str, Any], pair: Path) -> Spec:
-        return cls(_read_parts(fields, pair), fill=bool(fields.get("fill", cls.fill)))
 
     def load(self, target: Target, **kwargs: Any) -> CombinedDrafter:
         """Load all drafters. Raises ValueError if one does not fit the target or another drafter."""
@@ -312,10 +305,6 @@ def of_continued(round: Round) -> Round:
     counts = own.lengths.tolist()
     accepted = list(map(min, round.accepted, counts))
     return replace(round, draft=own, drafted=counts, depths=counts, accepted=accepted)
-
-
-def _read_parts(fields: dict[str, Any], pair: Path) -> tuple[Spec, ...]:
-    return tuple(read(part, pair) for part in fields["drafters"])
 
 
 def _is_worthwhile(expected: float | None, member: Member, later: list[Member]) -> bool:

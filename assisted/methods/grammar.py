@@ -19,7 +19,7 @@ from ..grammars.processor import Grammar
 from ..lengths.base import Length
 from .combined import of_continued
 from .shared.base import Drafting
-from .shared.trees import continued, from_lists, merge, rows_of
+from .shared.trees import continued, first_paths, from_lists, merge, rows_of
 
 FREE = 16  # tokens that may be drafted where the policy's number is no limit of the caller's
 FEW = 256  # most tokens that a grammar may allow where one of them is guessed
@@ -123,8 +123,7 @@ class GuidedDrafting(Drafting):
 
     def _around(self, text: Text, draft: Draft, budget: int) -> Draft:
         """A tree, with guesses after the committed text and at the end of its most probable path."""
-        assert draft.parents is not None
-        paths = [_first_path(*row) for row in zip(rows_of(draft), draft.parents.tolist(), strict=True)]
+        paths = first_paths(draft)
         nothing: list[list[int]] = [[] for _ in paths]
         chains = [self._chains(text, rows, budget, True) for rows in (paths, nothing)]
         if chains == [paths, nothing]:
@@ -244,13 +243,3 @@ class Guesses:
 def _key(mask: torch.Tensor) -> bytes:
     """Equal for equal masks."""
     return mask.numpy().tobytes()
-
-
-def _first_path(tokens: list[int], parents: list[int]) -> list[int]:
-    """The tokens of a tree's first node, of that node's first child, and so on."""
-    path, here = [], -1
-    for node, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
-        if parent == here:
-            path.append(token)
-            here = node
-    return path

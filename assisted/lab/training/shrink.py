@@ -26,8 +26,6 @@ from ...methods.shared.heads import StateHead
 from ...methods.shared.registry import kind_of
 from ...methods.shared.training.data import Text
 
-__all__ = ["shrink_vocabulary"]
-
 
 def shrink_vocabulary(draft: str, tokens: int, text: Text, out: str | Path, target: PreTrainedModel) -> dict[str, Any]:
     """Write a copy of a draft model, an EAGLE-3 head or a block drafter that predicts the most frequent tokens of a text only.

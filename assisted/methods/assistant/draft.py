@@ -21,7 +21,8 @@ from ..eagle.draft import EagleDrafter, EagleOptions, HeadDrafting
 from ..shared.base import Call, HeadSpec, Room, Target
 from ..shared.heads import Head
 from ..shared.registry import register
-from ..shared.tree_growth import NodeReader, Rows
+from ..shared.tree_growth import NodeReader
+from ..shared.trees import Rows
 from .head import AssistantHead, Keys, is_assistant, load_assistant, require_kind, save_assistant, sources_of
 
 
@@ -32,11 +33,7 @@ class Assistant(EagleOptions):
 
     Args:
         path: folder or Hub id of the assistant; or the model in memory, of transformers' class or an `AssistantHead`.
-        tree: True drafts token trees if the target can verify them. False drafts chains. None (default) drafts trees for greedy
-            decoding and chains for sampling.
-        top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
-            on a CPU. The draft length limits the depth.
-        nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
+        tree, top_k, nodes: as for `Eagle`.
         position: position of all steps: "next" (default) is the newest token's, as in transformers; "last" is the one before,
             as in vLLM and SGLang. Try the other one if the first drafted token is hardly ever accepted.
     """

@@ -25,8 +25,6 @@ from ...loading.files import loading, require_sizes
 from ..shared.files import Checkpoint, Layout, find_folder, require_tensors, shapes_by_name, write_head
 from ..shared.heads import Head, HeadSizes, rotary_like
 
-__all__ = ["AssistantHead", "Keys", "Source", "is_assistant", "load_assistant", "save_assistant", "sources_of"]
-
 KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types that are read."""
 _REFUSED = {"muse_glimmer_assistant": "it is a block drafter; write draft='dflash:DIR' with its folder or Hub id"}

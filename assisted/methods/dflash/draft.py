@@ -26,7 +26,8 @@ from ..shared.base import Call, HeadSpec, Room, Target
 from ..shared.heads import StateHead
 from ..shared.registry import register
 from ..shared.runner import HeadRunner
-from ..shared.tree_growth import Growing, Limits, NodeReader, Rows
+from ..shared.tree_growth import Growing, Limits, NodeReader
+from ..shared.trees import Rows
 from .formats import is_block, load_block, require_block, save_block
 from .head import BlockHead
 

@@ -6,7 +6,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...core.drafts import Draft, Round
-from ...core.host import on_device
 from ...core.text import Text, tokens_from
 from ...engine.cache import SlotCache
 from ...engine.cross import Encoded
@@ -54,14 +53,12 @@ class RecurrentDrafting(ModelDrafting):
         with runner.cache.borrowed():
             return self.chain_of(runner, text, budget, logits)
 
-    def _read_committed(self, runner: CachedModel, text: Text) -> torch.Tensor:
+    def _unread(self, runner: CachedModel, text: Text) -> tuple[torch.Tensor, list[int]]:
+        """As `ModelDrafting`, of running rows."""
         known = runner.cache.known
         running = range(text.rows) if runner.cache.right_aligned else text.unfinished
         unread = [text.lengths[row] - known[row] if row in running else 0 for row in range(text.rows)]
-        logits = runner(self.readable(tokens_from(text, known, max(unread))), used=unread)
-        runner.cache.commit(unread)
-        last = on_device([max(count, 1) - 1 for count in unread], logits.device)
-        return self.fitted(logits[torch.arange(text.rows, device=logits.device), last], text)
+        return tokens_from(text, known, max(unread)), unread
 
     def observe(self, round: Round) -> None:
         """Nothing to do: `propose` has already removed the draft."""

@@ -20,7 +20,8 @@ from ...lengths.cost_model import KEEP_LOCAL, DecayedMean, best_size
 from ...lengths.rates import Rates
 from ..shared.base import Call, Drafting
 from ..shared.model_drafter import ModelDrafter, ModelDrafting
-from ..shared.tree_growth import ROOT, Growing, Limits, NodeReader, Rows, grow, learn
+from ..shared.tree_growth import ROOT, Growing, Limits, NodeReader, grow, learn
+from ..shared.trees import Rows
 
 LARGEST = 1024  # nodes of a tree
 BEAM = 32  # nodes that the draft reads in a forward pass

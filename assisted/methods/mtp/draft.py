@@ -30,12 +30,7 @@ class MTP(WindowOptions):
     Args:
         path: folder, GGUF file or Hub id of a checkpoint with the head, for a target whose own has lost it, as quantized ones
             often have; or an `MTPHead` or `SequentialMTP`. None (default) is the checkpoint that the target was loaded from.
-        tree: True drafts token trees if the target can verify them. False drafts chains. None (default) drafts trees for greedy
-            decoding and chains for sampling.
-        top_k: nodes of each level that the head reads, and candidates after each. None (default) is 10 on an accelerator and 4
-            on a CPU. The draft length limits the depth.
-        nodes: a fixed tree size. By default it is chosen by measured cost, at most 60 nodes on an accelerator and 16 on a CPU.
-        draft_window: as for `DraftModel`.
+        tree, top_k, nodes, draft_window: as for `Eagle`.
     """
 
     title = "MTP heads"

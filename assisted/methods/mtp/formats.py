@@ -32,8 +32,6 @@ from ..eagle.formats import as_speculators
 from ..shared.files import Checkpoint, Parts, find_folder, pieces, refuse
 from .layouts import BUILT_AS, FAMILIES, GGUF, GGUF_KINDS, REFUSED, SPECULATORS, MTPLayout
 
-__all__ = ["common_names", "is_mtp", "read_mtp", "stored_mtp", "why_no_mtp", "write_mtp", "written_names"]
-
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of a config that tell how many MTP layers its checkpoint has."""

@@ -97,7 +97,11 @@ class TranslatedDrafting(ChainDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         runner = self.runner or self._begin(text)
-        self._translate(text)
+        # translate what was committed since the last round: the only transfer of the text to the host
+        for row, new in enumerate(text.since(self.taken)):
+            if not text.ended[row]:
+                self.rows[row].extend(new)
+        self.taken = list(text.lengths)
         room = runner.room([len(self.rows[row].tokens) for row in text.unfinished]) - 1
         if room < 1:  # the text may have more tokens for the draft than for the target
             return Draft.empty(text.rows, text.ids.device)
@@ -177,13 +181,6 @@ class TranslatedDrafting(ChainDrafting):
         cache = SlotCache(text.rows, 4 * self.call.limit, right_aligned=not drafter.masks.trees)
         self.runner = drafter.runner(cache, self.call.settings)
         return self.runner
-
-    def _translate(self, text: Text) -> None:
-        """Translate what was committed since the last round. This is the only transfer of the text to the host."""
-        for row, new in enumerate(text.since(self.taken)):
-            if not text.ended[row]:
-                self.rows[row].extend(new)
-        self.taken = list(text.lengths)
 
     def _read_prompt(self, runner: CachedModel) -> None:
         """Read the translated prompts; shorter rows are padded on the left."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-__all__ = ["Room"]
-
 
 @dataclass(frozen=True)
 class Room:

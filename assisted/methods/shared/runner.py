@@ -22,7 +22,8 @@ from ...engine.prepared import PreparedModule
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import HeadSteps, Shape, TreeInC
 from .heads import Head
-from .tree_growth import NodeReader, Rows
+from .tree_growth import NodeReader
+from .trees import Rows
 
 
 class Level(NamedTuple):

@@ -22,10 +22,8 @@ from ...fast.head_steps import Shape, TreeInC
 from ...lengths.base import Length
 from ...lengths.rates import EDGES, Rates
 from .base import Call
-from .trees import chosen_nodes
+from .trees import Rows, chosen_nodes
 
-Rows = Sequence[Sequence[int]]
-"""Something of each node, by row; rows may have different numbers of them."""
 ROOT = -1  # stands for the committed text, the parent of the first nodes
 
 

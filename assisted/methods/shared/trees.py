@@ -16,13 +16,11 @@ import torch
 from ...core.drafts import Draft
 from ...core.host import filled, on_device, padded
 
+Rows = Sequence[Sequence[int]]
+"""Something of each node, by row; rows may have different numbers of them."""
 
-def chosen_nodes(
-    tokens: Sequence[Sequence[int]],
-    parents: Sequence[Sequence[int]],
-    chosen: Sequence[Sequence[int]],
-    device: torch.device,
-) -> Draft:
+
+def chosen_nodes(tokens: Rows, parents: Rows, chosen: Rows, device: torch.device) -> Draft:
     """Some candidates as a draft without q.
 
     Args:
@@ -37,12 +35,7 @@ def chosen_nodes(
     return from_lists([[row[node] for node in nodes] for row, nodes in zip(tokens, chosen, strict=True)], above, device)
 
 
-def from_lists(
-    tokens: Sequence[Sequence[int]],
-    parents: Sequence[Sequence[int]] | None,
-    device: torch.device | str,
-    expected: float | None = None,
-) -> Draft:
+def from_lists(tokens: Rows, parents: Rows | None, device: torch.device | str, expected: float | None = None) -> Draft:
     """A draft without q from lists by row. tokens, parents: of the nodes, see `Draft`; chains have no parents."""
     above = [[]] * len(tokens) if parents is None else filled(parents, -1)  # filler is placed below the root
     rows = zip(map(len, tokens), filled(tokens), above, strict=True)
@@ -56,7 +49,22 @@ def rows_of(draft: Draft) -> list[list[int]]:
     return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.lengths.tolist(), strict=True)]
 
 
-def continued(draft: Draft, rows: Sequence[Sequence[int]]) -> Draft:
+def first_paths(draft: Draft) -> list[list[int]]:
+    """By row: the tokens of a chain, or of a tree's first node, of that node's first child, and so on."""
+    rows, paths = rows_of(draft), []
+    if draft.parents is None:
+        return rows
+    for row, parents in zip(rows, draft.parents.tolist(), strict=True):
+        path, here = [], -1
+        for node, (token, parent) in enumerate(zip(row, parents, strict=False)):
+            if parent == here:
+                path.append(token)
+                here = node
+        paths.append(path)
+    return paths
+
+
+def continued(draft: Draft, rows: Rows) -> Draft:
     """The chains of another drafter after they were continued. rows: what they are now, each beginning as before. What was
     added depends on earlier tokens only, and its q is one-hot, so that sampling stays exact."""
     found, q = from_lists(rows, None, draft.tokens.device), draft.q

@@ -23,8 +23,6 @@ from safetensors.torch import save
 
 from .tree import END
 
-__all__ = ["Memory", "OtherTokenizer"]
-
 _LOCK = threading.Lock()  # of this process; another one may lose the texts of a call that ends in the same milliseconds
 _HEADER = 1 << 16  # bytes; a larger file than this and the tokens was not written here
 
@@ -92,7 +90,7 @@ class Memory:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with tempfile.TemporaryDirectory(prefix=f".{self.path.name}.", dir=self.path.parent) as folder:
                     partial = Path(folder, self.path.name)
-                    with open(partial, "wb", opener=_for_the_owner) as file:
+                    with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                         file.write(save({"tokens": tokens}, about))
                     partial.replace(self.path)
             except (OSError, OtherTokenizer) as error:
@@ -115,7 +113,3 @@ def cut(tokens: list[int], limit: int) -> list[int]:
 
 def _checksum(tokens: torch.Tensor) -> int:
     return zlib.crc32(tokens.numpy().tobytes())
-
-
-def _for_the_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

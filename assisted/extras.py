@@ -116,6 +116,12 @@ def install(extra: str) -> str:
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
+def reject(wrong: Mapping[str, bool]) -> None:
+    """Raise ValueError with the first of these messages whose condition holds."""
+    if found := [said for said, is_wrong in wrong.items() if is_wrong]:
+        raise ValueError(found[0])
+
+
 def closest(word: str, known: Iterable[str], alike: float = 0.6) -> str | None:
     """The known word that is spelled most like `word`; None if none is. alike: of 1, how similar it has to be."""
     return next(iter(get_close_matches(word, list(known), 1, alike)), None)

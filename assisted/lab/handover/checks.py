@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...engine.traits import Traits
+from ...extras import reject
 from ...loading.adapters import has_adapter
 from ...loading.gguf import unmarked
 from ...methods import Spec
@@ -81,34 +82,22 @@ def draft_model(engine: Engine, pair: Any, notes: list[str]) -> tuple[PreTrained
 def require_head(engine: Engine, head: EagleHead, target: PreTrainedModel) -> None:
     """Raise ValueError for a head that the engine would read differently or not at all, or could not run with the target."""
     config, architecture = head.config, type(target).__name__
-    if architecture in engine.without_taps:
-        raise ValueError(
-            f"draft: {engine.title} cannot run an EAGLE-3 head with a {architecture}, whose hidden states it does not hand to "
-            "heads; use a draft model or 'ngram'"
-        )
-    if config.version != 3:
-        raise ValueError(
-            f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "
-            "train eagle), or use a draft model"
-        )
-    if config.mask_token_id is not None:
-        raise ValueError(
-            f"draft: it is a P-EAGLE head, which is not handed over to {engine.title}; give the engine the head's own folder, "
-            "or use a draft model"
-        )
-    if config.slides:
-        raise ValueError(
-            f"draft: the EAGLE-3 head has a sliding window, and {engine.title} is not known to run one; give the engine the "
-            "head's own folder, or use a draft model"
-        )
-    if config.last_normed and target.config.get_text_config(decoder=True).num_hidden_layers in config.taps:
-        raise ValueError(
-            f"draft: the EAGLE-3 head reads the target's last state after the final norm, and {engine.title} hands it over "
-            "before the norm; train it with other taps, or use a draft model"
-        )
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
     ignored = [name for name in NORMS if getattr(config, name) and name not in engine.norms]
-    if ignored:
-        raise ValueError(
+    reads_normed, is_other = config.last_normed and layers in config.taps, len(ignored) > 0
+    reject(
+        {
+            f"draft: {engine.title} cannot run an EAGLE-3 head with a {architecture}, whose hidden states it does not hand to "
+            "heads; use a draft model or 'ngram'": architecture in engine.without_taps,
+            f"draft: it is an EAGLE-1 head, and only EAGLE-3 heads are handed over to {engine.title}; train one (assisted "
+            "train eagle), or use a draft model": config.version != 3,
+            f"draft: it is a P-EAGLE head, which is not handed over to {engine.title}; give the engine the head's own folder, "
+            "or use a draft model": config.mask_token_id is not None,
+            f"draft: the EAGLE-3 head has a sliding window, and {engine.title} is not known to run one; give the engine the "
+            "head's own folder, or use a draft model": config.slides,
+            f"draft: the EAGLE-3 head reads the target's last state after the final norm, and {engine.title} hands it over "
+            "before the norm; train it with other taps, or use a draft model": reads_normed,
             f"draft: the EAGLE-3 head has {' and '.join(ignored)}, which {engine.title} ignores, so it would run a different "
-            "head; train it with assisted train eagle --no-norms, hand it over to vllm, or use a draft model"
-        )
+            "head; train it with assisted train eagle --no-norms, hand it over to vllm, or use a draft model": is_other,
+        }
+    )

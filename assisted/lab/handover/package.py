@@ -96,9 +96,7 @@ def hand_over(
     """
     if engine not in ENGINES:
         raise ValueError(f"engine: {engine!r} is not known; one of {', '.join(ENGINES)}")
-    if draft_length is not None and (
-        not isinstance(draft_length, int) or isinstance(draft_length, bool) or draft_length < 1
-    ):
+    if draft_length is not None and (type(draft_length) is not int or draft_length < 1):
         raise ValueError(f"draft_length: {draft_length!r} is not possible; engines take a number of tokens, 1 or more")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype: {dtype!r} is not known; one of {', '.join(DTYPES)}")

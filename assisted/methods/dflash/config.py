@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel, Qwen3Config
 
-from ..eagle.config import LAYER_FIELDS, EagleConfig, HeadConfig, require_sound
+from ...extras import reject
+from ..eagle.config import LAYER_FIELDS, EagleConfig, HeadConfig
 
 Markov = Literal["vanilla", "gated", "rnn"]
 
@@ -66,7 +67,7 @@ class BlockConfig(HeadConfig):
         super().__post_init__()
         reduced = self.draft_vocab_size != self.vocab_size
         markovs, has_markov = get_args(Markov), self.markov is not None
-        require_sound(
+        reject(
             {
                 f"block_size: a block of {self.block_size} drafts nothing": self.drafts < 1,
                 f"sliding_window: {self.sliding_window} is less than the block of {self.block_size}": self.slides

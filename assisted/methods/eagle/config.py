@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from ...engine.libraries import set_attention
+from ...extras import reject
 
 LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -23,12 +23,6 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     """A low, a middle and a high layer of a target, as indices into transformers' `hidden_states`: 2, L // 2, L - 3."""
     low, middle, high = sorted(min(max(1, tap), layers) for tap in (2, layers // 2, layers - 3))
     return low, middle, high
-
-
-def require_sound(wrong: Mapping[str, bool]) -> None:
-    """Raise ValueError with the first of these messages whose condition holds."""
-    if found := [said for said, is_wrong in wrong.items() if is_wrong]:
-        raise ValueError(found[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +70,7 @@ class HeadConfig:
         object.__setattr__(self, "taps", tuple(self.taps))
         object.__setattr__(self, "layer_types", tuple(self.layer_types or (FULL,) * self.num_hidden_layers))
         kinds, count, window = self.kinds, self.num_hidden_layers, self.sliding_window
-        require_sound(
+        reject(
             {
                 "taps: name at least one of the target's hidden states": not self.taps,
                 f"layer_types: {kinds} are not {count} of {FULL} and {SLIDING}": len(kinds) != count
@@ -142,7 +136,7 @@ class EagleConfig(HeadConfig):
         self._default("fc_bias", self.version == 1)
         mask, size = self.mask_token_id, self.hidden_size
         is_token = mask is None or (self.version == 3 and type(mask) is int and 0 <= mask < self.vocab_size)
-        require_sound(
+        reject(
             {
                 f"version: {self.version} is not known; 1 (also for EAGLE-2) or 3": self.version not in (1, 3),
                 f"layer: {self.layer!r} is not known; one of {', '.join(CONFIGS)}": self.layer not in CONFIGS,

@@ -27,6 +27,7 @@ zoo.packages:zoo calls.settings:calls.inputs methods.shared.steps:fast.head_step
 methods.draft_model.pard2:methods.draft_model.pard methods.draft_model.train_pard:methods.draft_model.train
 lab.doctor.comparison:lab.doctor.passes lab.handover.readme:lab.handover.package
 engine.tree_reader:methods.draft_model.tree engine.signatures:engine.parts
+methods.shared.training.plan:methods.shared.training.method
 """
 
 MOVED: dict[str, str] = {

@@ -35,8 +35,7 @@ from assisted.methods.mtp.draft import MTPDrafting
 from assisted.methods.mtp.head import load_mtp
 from assisted.methods.mtp.train import MTPSettings, MTPTraining
 from assisted.methods.shared.training.data import Text, Windows, pack
-from assisted.methods.shared.training.method import fitting_batch, needs
-from assisted.methods.shared.training.plan import Plan
+from assisted.methods.shared.training.method import Plan, fitting_batch, needs
 
 PLAN = Plan(steps=6, batch=4, context=16, lr=3e-3, checkpoint_every=2, evaluate_every=3, evaluate_rows=4)
 LAYERS = 4

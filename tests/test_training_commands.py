@@ -15,7 +15,7 @@ from assisted import zoo
 from assisted.cli import train as training
 from assisted.cli.main import main
 from assisted.methods.eagle.train import EagleSettings
-from assisted.methods.shared.training.plan import Plan
+from assisted.methods.shared.training.method import Plan
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def options(method: str) -> HfArgumentParser:
     from transformers import HfArgumentParser
 
     from ..engine.libraries import add_settings
-    from ..methods.shared.training.plan import Plan
+    from ..methods.shared.training.method import Plan
 
     parser = HfArgumentParser(
         prog=f"assisted train {method}",

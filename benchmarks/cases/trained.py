@@ -19,7 +19,7 @@ from assisted.lab.training.trainer import train
 from assisted.lengths.policies import Never
 from assisted.methods.draft_model.train import Distillation, DistillSettings
 from assisted.methods.shared.training.data import read_text
-from assisted.methods.shared.training.plan import Plan
+from assisted.methods.shared.training.method import Plan
 
 TRAININGS = {
     "MTP": ("mtp", "--unroll", "3"),

@@ -24,8 +24,7 @@ from assisted.methods.shared.base import Call, Drafter, HeadSpec, Target
 from assisted.methods.shared.chain import ChainDrafting
 from assisted.methods.shared.files import find_folder
 from assisted.methods.shared.training.losses import Agreement, agreement
-from assisted.methods.shared.training.method import Method, Start
-from assisted.methods.shared.training.plan import setting
+from assisted.methods.shared.training.method import Method, Start, setting
 
 
 class SmallNet(nn.Module):

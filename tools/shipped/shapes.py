@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from assisted.methods.early_exit.train import EarlyExitSettings
-from assisted.methods.shared.training.plan import Plan
+from assisted.methods.shared.training.method import Plan
 
 from ..grown import Shape
 

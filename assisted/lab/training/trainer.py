@@ -28,8 +28,7 @@ from ...core.host import free_memory, now
 from ...extras import install
 from ...methods.shared.training.data import Text, Windows, pack
 from ...methods.shared.training.losses import Agreement
-from ...methods.shared.training.method import Method, fitting_batch, needs
-from ...methods.shared.training.plan import Plan
+from ...methods.shared.training.method import Method, Plan, fitting_batch, needs
 from . import checkpoints
 
 __all__ = ["train"]

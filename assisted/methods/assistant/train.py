@@ -17,7 +17,7 @@ from ...engine.parts import unwrapped
 from ..shared.training.features import Features, Seen
 from ..shared.training.heads import HeadTraining, columns_of
 from ..shared.training.losses import Loss, require_known
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import require_positive, setting
 from .head import AssistantHead, Keys, fields_for, save_assistant
 
 _QUIET = 0.1  # the weight of the norms after attention and MLP at the start, when these know nothing yet

@@ -17,8 +17,7 @@ from ..eagle.config import FULL, SLIDING
 from ..shared.training.features import Seen
 from ..shared.training.heads import start_norm
 from ..shared.training.losses import DIVERGENCES, Agreement, Loss, agreement, log_probabilities, require_known, summed
-from ..shared.training.method import Method
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import Method, require_positive, setting
 from .config import BlockConfig
 from .formats import save_block
 from .head import BlockHead

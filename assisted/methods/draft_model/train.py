@@ -19,8 +19,7 @@ from ...loading.gguf import load_model
 from ...loading.vocabulary import find_tokenizer, same_tokens
 from ..shared.training.losses import Agreement, Loss, agreement, require_known
 from ..shared.training.masks import rows_of, seen_by
-from ..shared.training.method import Method
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import Method, require_positive, setting
 from .pard import TOKENS
 
 _SHORTEST_PROMPT = 8  # tokens of text that a draft continues

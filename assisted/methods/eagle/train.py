@@ -19,7 +19,7 @@ from ..shared.training.features import Seen
 from ..shared.training.heads import HeadTraining, causal_mask, start_norm
 from ..shared.training.losses import Agreement, Loss, agreement, log_probabilities, require_known
 from ..shared.training.masks import rows_of, seen_by
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import require_positive, setting
 from .formats import save_eagle
 from .head import EagleConfig, EagleHead
 

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...engine.parts import Pass, back, find_layers, tapped
 from ...extras import install
 from ..shared.training.losses import Agreement, agreement
-from ..shared.training.method import Method
-from ..shared.training.plan import setting
+from ..shared.training.method import Method, setting
 
 _MEASURED_EXITS = 4
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from ...engine.parts import find_layers
 from ..shared.training.losses import Agreement, Loss, agreement, divergence, log_probabilities, require_known, summed
-from ..shared.training.method import Method
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import Method, require_positive, setting
 from .head import MedusaHeads
 
 

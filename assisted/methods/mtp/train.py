@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..shared.training.heads import HeadTraining
 from ..shared.training.losses import Loss, require_known
-from ..shared.training.plan import require_positive, setting
+from ..shared.training.method import require_positive, setting
 from .formats import common_names, written_names
 from .head import MTPHead, SequentialMTP, first_tensors, save_mtp
 

@@ -22,6 +22,7 @@ _IGNORED = {
     "outlines-core": "contains dependentRequired dependentSchemas exclusiveMaximum exclusiveMinimum if maximum maxProperties "
     "minimum multipleOf not propertyNames uniqueItems",
 }
+_OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _NO_ESCAPES = "forbids every escape, so that the text has no quotes, backslashes or line breaks"
 
 
@@ -29,8 +30,21 @@ def _bounds(schema: _Schema) -> list[str]:
     return [name for name in ("minLength", "maxLength") if schema.get(name)]
 
 
+def _alternatives(pattern: str) -> list[str]:
+    """The parts of a pattern between the bars outside parentheses and brackets."""
+    parts, depth, in_class = [""], 0, False
+    for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
+        in_class = piece == "[" or (in_class and piece != "]")
+        depth += 0 if in_class else (piece == "(") - (piece == ")")
+        if piece == "|" and not depth and not in_class:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
+
+
 def _is_whole(pattern: str) -> bool:
-    return pattern.startswith("^") and pattern.endswith("$")
+    return all(part.startswith("^") and part.endswith("$") for part in _alternatives(pattern))
 
 
 def _may_need_escapes(pattern: str) -> bool:
@@ -57,6 +71,7 @@ _RULES: dict[str, list[tuple[_Rule, str]]] = {
         (lambda s: _bounds(s) and "pattern" not in s and "type" in s, f"a bound of a string's length {_NO_ESCAPES}"),
         (lambda s: _bounds(s) and "pattern" in s, "minLength and maxLength are ignored beside a pattern"),
         (lambda s: (_bounds(s) or "pattern" in s) and "type" not in s, "rules for strings are ignored without a type"),
+        (lambda s: _OF_NUMBERS & s.keys() and "type" not in s, "rules for numbers are ignored without a type"),
         (lambda s: not _is_whole(s.get("pattern", "^$")), "the pattern must match the whole text"),
         (lambda s: _may_need_escapes(s.get("pattern", "")), f"a pattern {_NO_ESCAPES}"),
         (
@@ -66,7 +81,7 @@ _RULES: dict[str, list[tuple[_Rule, str]]] = {
         (lambda s: "prefixItems" in s and "items" not in s, "nothing may follow the prefixItems"),
         (_lacking, "required names that properties lacks are forbidden"),
         (
-            lambda s: "patternProperties" in s and s.get("additionalProperties") is False,
+            lambda s: "patternProperties" in s and ("properties" in s or s.get("additionalProperties") is False),
             "patternProperties are forbidden",
         ),
         (lambda s: _beside(s, _COMBINED), "the keywords beside anyOf, oneOf or allOf are ignored"),
@@ -88,6 +103,20 @@ _RULES: dict[str, list[tuple[_Rule, str]]] = {
         (
             lambda s: _may_need_escapes(s.get("pattern", "")),
             "the pattern is matched against the JSON text, not the value: a quote in it makes invalid JSON",
+        ),
+        (
+            lambda s: len(_alternatives(s.get("pattern", ""))) > 1,
+            "alternatives of a pattern outside parentheses lose a quote, so that the text is not JSON",
+        ),
+        (
+            lambda s: s.get("format") == "date-time",
+            "a time has no offset but Z, and three digits or none after its second",
+        ),
+        (lambda s: s.get("format") == "uuid", "a UUID is in lower case"),
+        (lambda s: "minProperties" in s and "properties" in s, "minProperties is ignored beside properties"),
+        (
+            lambda s: "properties" in s and ("patternProperties" in s or s.get("additionalProperties")),
+            "names that properties lacks are forbidden",
         ),
         (lambda s: "prefixItems" in s, "all prefixItems must come, and nothing may follow them"),
         (_lacking, "required names that properties lacks are forbidden"),

@@ -27,7 +27,7 @@ from .loading.adapters import base_path, has_adapter, require_in_layers, save_ad
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
-from .loading.quantization import load_from_gguf, save_target, with_recorded
+from .loading.quantization import load_from_gguf, require_whole_head, save_target, with_recorded
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target
 
@@ -123,6 +123,7 @@ def draft_for(
     Raises ValueError for a target that cannot verify drafts, and for a draft that does not fit.
     """
     require_in_layers(target, "target")
+    require_whole_head(target)
     require_verifiable(target)
     device = device_of(target)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}

@@ -445,6 +445,21 @@ def test_checkpoints_that_were_quantized_before(tmp_path: Path) -> None:
     assert torch.equal(logits(load_quantized(str(tmp_path / "saved"))), expected)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_tied_head_that_bitsandbytes_cannot_quantize(bits: int, tmp_path: Path) -> None:
+    """A list of modules to skip replaces the default, in which the head is."""
+    pytest.importorskip("bitsandbytes")
+    llama(tmp_path, tie=True)
+
+    def made(*skipped: str) -> AssistedModelForCausalLM:
+        config = BitsAndBytesConfig(**{f"load_in_{bits}bit": True}, llm_int8_skip_modules=list(skipped))
+        return AssistedModelForCausalLM.from_pretrained(tmp_path, draft="suffix", quantization_config=config)
+
+    with pytest.raises(ValueError, match="quantization_config: 'lm_head' shares its weight"):
+        made("q_proj")
+    made("q_proj", "lm_head")
+
+
 def test_saving_without_the_original_is_refused(name: str, tmp_path: Path) -> None:
     """Repacked weights cannot be saved, and a wrong original would be noticed by nobody."""
     original = llama(tmp_path / "plain")

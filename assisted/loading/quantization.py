@@ -274,6 +274,20 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
         ) from error
 
 
+def require_whole_head(model: PreTrainedModel) -> None:
+    """Raise ValueError for a target whose output head has bitsandbytes' module, but an embedding's ordinary weight.
+
+    transformers makes one if `llm_int8_skip_modules` is given without the head, and every forward pass of it fails."""
+    model = unwrapped(model)
+    head = model.get_output_embeddings()
+    if type(head).__module__.startswith("bitsandbytes.") and type(head.weight) is nn.Parameter:
+        name = next(name for name, module in model.named_modules() if module is head)
+        raise ValueError(
+            f"quantization_config: {name!r} shares its weight with the embedding, which bitsandbytes does not quantize; add "
+            f"{name!r} to llm_int8_skip_modules, which replaces the default list"
+        )
+
+
 def stored_bytes(model: PreTrainedModel, quantization: str | None, dtype: torch.dtype, copy: bool = False) -> int:
     """The bytes that the weights of a model take once they are loaded, from its shapes; it may be on the meta device.
 

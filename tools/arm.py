@@ -1,4 +1,5 @@
-"""The kernels' tests on 64-bit ARM, in an emulator: products, layers and the bits of columns, with dot products and without.
+"""The kernels' tests on 64-bit ARM, in an emulator: products, layers and the bits of columns, with dot products and without, by
+the libraries of a wheel.
 
     python -m tools.arm [FOLDER]
 
@@ -14,6 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from assisted.fast import variants
+
 ROOT = Path(__file__).parent.parent
 DEBIAN = """python3.11 python3.11-minimal libpython3.11-minimal libpython3.11-stdlib libc6 libgcc-s1 libstdc++6 libgomp1 zlib1g
 libexpat1 libffi8 libssl3 libbz2-1.0 liblzma5 libsqlite3-0 libuuid1 libcrypt1 libreadline8 libtinfo6 libgfortran5"""
@@ -24,12 +27,14 @@ import sys, types
 sys.path[:0] = [ROOT, ROOT + "/tests"]
 sys.modules["conftest"] = types.SimpleNamespace(PROCESSORS={})  # which needs more packages
 import pytest
-from assisted.fast import native
+from assisted.fast import native, variants
 import test_native as tests
+variants.PREBUILT = tests.Path(PREBUILT)
 for flags in (set(), {"asimddp"}):
     native.processor_flags = lambda: flags
     native.loaded.cache_clear()
     assert native.is_available() and native.is_available(tests.torch.float32), native.loaded()[1]
+    assert native.loaded()[0]._name.startswith(PREBUILT)
     for bits in tests.BITS:
         with pytest.MonkeyPatch.context() as patch:
             if bits in tests.IN_PLACE:
@@ -41,6 +46,9 @@ for flags in (set(), {"asimddp"}):
                     tests.test_layers_are_the_models(name, bits, own)
                 tests.test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name, bits)
         print(*flags, f"{bits} bits: as the model, and a column keeps its bits", flush=True)
+runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
+assert len(runtimes) == 1, runtimes  # torch's own
+print("one runtime of threads:", *runtimes)
 """
 
 
@@ -75,9 +83,18 @@ def main(folder: Path) -> int:
             compiled = part.suffix == ".so" or any(part.rglob("*.so"))
             if not (compiled or part.name.startswith((*BESIDE, "__editable__")) or (site / part.name).exists()):
                 (site / part.name).symlink_to(part)
-    env = {"PYTHONPATH": str(site), "CC": "aarch64-linux-gnu-gcc", "ASSISTED_KERNELS": str(folder / "kernels")}
+    prebuilt = str(folder / "prebuilt")
+    variants.build(Path(prebuilt), "linux", "aarch64", ["aarch64-linux-gnu-gcc"])
+    env = {"PYTHONPATH": str(site), "CC": "nowhere", "ASSISTED_KERNELS": str(folder / "kernels")}
     env |= {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = ["qemu-aarch64", "-L", system, system / "usr/bin/python3.11", "-c", f"ROOT = {str(ROOT)!r}{RUN}"]
+    run = [
+        "qemu-aarch64",
+        "-L",
+        system,
+        system / "usr/bin/python3.11",
+        "-c",
+        f"ROOT, PREBUILT = {str(ROOT)!r}, {prebuilt!r}{RUN}",
+    ]
     return subprocess.run(run, env={**os.environ, **env}, check=False).returncode
 
 

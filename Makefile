@@ -90,9 +90,13 @@ mutants: $(VENV)/.test ## plant small defects in a copy, one by one, and see whe
 handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py handover $(ARGS)
 
-dist: $(VENV)/.dist ## build the sdist and the wheel into dist/, and check them
-	rm -rf dist
+dist: $(VENV)/.dist ## build the sdist, a wheel for all systems and one with this Linux's libraries into dist/, and check them
+	rm -rf dist build/wheel
 	$(BIN)/python -m build --no-isolation --outdir dist . > /dev/null
+	if [ "$$(uname)" = Linux ]; then \
+	  ASSISTED_LIBRARIES=1 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel dist/*.tar.gz && \
+	  PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl; \
+	fi
 	$(BIN)/twine check --strict dist/*
 
 clean: ## remove the virtual environment and everything built

@@ -6,6 +6,7 @@ Knows no torch, because `setup.py` runs this file by itself. `native` chooses a 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -128,5 +129,6 @@ def build(folder: Path, system: str, machine: str, compiler: list[str]) -> None:
                 tool = [*compiler[: compiler.index("cc")], "dlltool", "-m", "i386:x86-64"]
                 subprocess.run([*tool, "-d", str(calls), "-l", str(runtime)], check=True)
                 linked = [str(runtime)]
-            made = kept / f"{variant.name}{'.dll' if system == 'win' else '.so'}"
+            made = Path(own, f"{variant.name}{'.dll' if system == 'win' else '.so'}")
             subprocess.run([*compiler, "-shared", code, *linked, "-lm", "-o", str(made)], check=True)
+            shutil.copy(made, kept)  # without what a linker puts beside it

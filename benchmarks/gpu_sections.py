@@ -42,13 +42,13 @@ from assisted.lab.bench import Bars, Method, Prompt, Rules, batches, pad_token, 
 from assisted.lab.bench.clock import now
 from assisted.lab.bench.results import largest_gap, machine
 from assisted.lab.doctor.passes import bandwidth, memory
+from assisted.lab.grown import shipped_head
 from assisted.lengths import Adaptive, Fixed
 from assisted.lengths.policies import Never
 from assisted.loading.packed import PackedConfig
 from assisted.loading.vocabulary import find_tokenizer
 from assisted.methods.shared.model_drafter import ModelDrafter
 from tools.grown import load_target, save
-from tools.grown_head import shipped_head
 
 Measure = Callable[[], dict[str, Any]]
 GB = 10**9

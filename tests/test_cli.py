@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_heads import random_head
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TextStreamer
 
@@ -32,6 +33,7 @@ from assisted.cli.watch import Pieces, Watch
 from assisted.core.report import Report
 from assisted.extras import install
 from assisted.lab.bench import Rules
+from assisted.methods.eagle.formats import save_eagle
 
 CONTEXT = 512
 PROMPT = "def add(self, other):\n    "
@@ -80,6 +82,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     model = LlamaForCausalLM(config)
     model.save_pretrained(root / "target")
+    save_eagle(random_head(model, 3, taps=(1, 1, 1)), root / "eagle3")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.04 * torch.randn_like(parameter))
@@ -579,23 +582,26 @@ def test_chat_stops_where_the_context_ends(pair: AssistedModelForCausalLM) -> No
 
 # demo
 
-SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1"]
+SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1", "--target"]
+GROWN = "grown:128x128x3x8x4"
 
 
 @pytest.mark.usefixtures("held_out")
 def test_demo_json(run: Callable[..., Any]) -> None:
-    result = run("demo", *SMALL, "--draft-length", "3", "--json")
+    """A grown target writes the shipped one's text, with the shipped draft and head."""
+    result = run("demo", *SMALL, GROWN, "--draft-length", "3", "--json")
+    assert result["target"] == GROWN
     rows = result["points"][0]["rows"]
     assert [row["family"] for row in rows] == ["plain", "transformers assisted", "no draft", "assisted", "assisted"]
-    assert [row["name"] for row in rows[2:]] == ["assisted, no draft", "assisted", "assisted, nf4 draft"]
-    loop = rows.pop(2)
+    assert [row["name"] for row in rows[2:]] == ["assisted, no draft", "with zoo:draft", "with zoo:eagle3"]
+    loop = rows[2]
     assert (loop["tokens_per_pass"], loop["acceptance_rate"], loop["by_drafting"], loop["same"]) == (1, None, None, 2)
     assert all((row["by_drafting"] is not None) == (row["family"] == "assisted") for row in rows)
     assert len(set(result["prompts"]["code"])) == 2
     assert all(row["same"] == row["rows"] == 2 and len(row["seconds"]) == 1 for row in rows)
-    plain, *drafting = rows
+    plain, transformers, _, drafted, _ = rows  # the last one's head has random weights
     assert (plain["tokens_per_pass"], plain["acceptance_rate"], plain["speedup"]["ratio"]) == (1, None, 1)
-    for row in drafting:
+    for row in (transformers, drafted):
         assert row["tokens_per_pass"] > 1
         assert 0 < row["acceptance_rate"] <= 1
         assert 0 <= row["repeated_4grams"] < 1
@@ -603,12 +609,13 @@ def test_demo_json(run: Callable[..., Any]) -> None:
 
 @pytest.mark.usefixtures("held_out")
 def test_demo_without_a_terminal_is_plain_text(run: Callable[..., Any]) -> None:
-    out = run("demo", *SMALL, "--count", "1").out
+    out = run("demo", *SMALL, GROWN, "--count", "1").out
     assert "\x1b" not in out and "\r" not in out
     assert "zoo:draft" in out and "~" in out
     rows = [line.split() for line in out.splitlines()]
     assert [row[-1] for row in rows if row[:1] == ["plain"]] == ["1.00"]
-    assert [row[1] for row in rows if row[:1] == ["assisted"]] == ["yes"]
+    assert [row[2] for row in rows if row[:1] == ["with"]] == ["yes", "yes"]
+    assert "the same text, at a higher cost" in out
     assert [row[3] for row in rows if row[:3] == ["assisted,", "no", "draft"]] == ["yes"]
     assert "…" not in out  # the table fits
 
@@ -616,7 +623,7 @@ def test_demo_without_a_terminal_is_plain_text(run: Callable[..., Any]) -> None:
 @pytest.mark.usefixtures("held_out")
 def test_demo_without_a_draft_model(run: Callable[..., Any]) -> None:
     """Trees included; transformers is then shown with prompt lookup."""
-    rows = run("demo", *SMALL, "--draft", "recycle", "--json")["points"][0]["rows"]
+    rows = run("demo", *SMALL, "zoo:target", "--draft", "recycle", "--json")["points"][0]["rows"]
     assert [row["family"] for row in rows] == ["plain", "transformers lookup", "no draft", "assisted"]
     assert all(row["same"] == 2 for row in rows)
 
@@ -624,7 +631,7 @@ def test_demo_without_a_draft_model(run: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("held_out")
 def test_demo_names_what_transformers_drafts_with(run: Callable[..., Any]) -> None:
-    assert "prompt lookup" in run("demo", *SMALL, "--draft", "recycle").out
+    assert "prompt lookup" in run("demo", *SMALL, "zoo:target", "--draft", "recycle").out
 
 
 @pytest.mark.usefixtures("held_out")
@@ -638,7 +645,7 @@ def test_demo_on_a_terminal_strikes_what_is_rejected(
     terminal = console.Console(file=screen, force_terminal=True, color_system="standard", width=100, height=40)
     monkeypatch.setattr(demo, "_console", lambda: terminal)
     monkeypatch.setattr(demo, "PACE", 0)
-    demo.show(pair, 1, Rules(8, 1, seconds=36.0), {}, live_tokens=24)
+    demo.show({"assisted": pair}, 1, Rules(8, 1, seconds=36.0), live_tokens=24)
     assert "\x1b[9;31m" in screen.getvalue()  # red, struck through
     assert pair.drafter.__class__.__name__ == "ModelDrafter"  # as it was
 

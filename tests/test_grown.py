@@ -16,8 +16,10 @@ from pairs import BY_NAME
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM
-from tools import grown
-from tools.grown import SHAPES, Shape, grow, load_target
+from assisted.lab import grown
+from assisted.lab.grown import SHAPES, Shape, grow
+from tools.grown import load_target
+from tools.grown import main as write_grown
 
 WIDE = Shape(96, 160, 5, 12, 4)
 ROUNDING = 1e-4  # float32 sums in another order, on logits of about 3
@@ -153,7 +155,7 @@ def test_only_llamas_grow() -> None:
 
 def test_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", Shape(256, 640, 17, 4, 2))
-    grown.main(["zoo:target", "--size", "tiny", "--out", str(tmp_path), "--dtype", "bfloat16", "--json"])
+    write_grown(["zoo:target", "--size", "tiny", "--out", str(tmp_path), "--dtype", "bfloat16", "--json"])
     printed = json.loads(capsys.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert model.dtype == torch.bfloat16

@@ -6,8 +6,7 @@ from architectures import random_ids
 from eagle_heads import random_head
 from test_grown import ROUNDING, WIDE, small
 
-from tools.grown import grow
-from tools.grown_head import grow_head
+from assisted.lab.grown import grow, grow_head
 
 TAPS = (1, 2, 3)
 KINDS = {

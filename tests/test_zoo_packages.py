@@ -20,7 +20,8 @@ from assisted import AssistedModelForCausalLM, zoo
 from assisted.chat import Conversation
 from assisted.cli.arguments import target_and_tokenizer
 from assisted.cli.main import main
-from tools import grown
+from assisted.lab.grown import grow
+from tools.grown import main as write_grown
 
 NAME, PACKAGED = "zoo:smollm2", zoo.PACKAGED["smollm2"]
 CALL: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
@@ -170,8 +171,8 @@ def test_commands_take_the_name(
 
 def test_a_grown_copy(file: Path, tmp_path: Path) -> None:
     size, folder = "128x96x2x8x4", tmp_path / "grown"
-    grown.main([NAME, "--size", size, "--out", str(folder), "--dtype", "float32", "--device", "cpu"])
-    large = grown.grow(target_and_tokenizer(NAME, dtype=torch.float32)[0], size)
+    write_grown([NAME, "--size", size, "--out", str(folder), "--dtype", "float32", "--device", "cpu"])
+    large = grow(target_and_tokenizer(NAME, dtype=torch.float32)[0], size)
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == large.num_parameters()
     assert AutoTokenizer.from_pretrained(folder).chat_template == CHAT_TEMPLATE
 

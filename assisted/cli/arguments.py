@@ -115,9 +115,12 @@ def add_temperature(parser: Any) -> None:
     option(parser, "--temperature", "sampling temperature; 0 is greedy decoding", 0.0)
 
 
-def add_pair(parser: argparse.ArgumentParser, draft: str = "suffix", **defaults: Any) -> None:
-    """draft: the default, in words. defaults: of `add_loading`."""
-    option(parser, "--target", "Hub id, folder or zoo: name", "zoo:target")
+def add_pair(
+    parser: argparse.ArgumentParser, draft: str = "suffix", target: str = "zoo:target", **defaults: Any
+) -> None:
+    """draft: the default, in words. target: the default; defaults: of `add_loading`."""
+    grown = ", or grown:SIZE, the shipped target at the cost of a larger one" if target.startswith("grown:") else ""
+    option(parser, "--target", f"Hub id, folder or zoo: name{grown}", target)
     known = "Hub id, folder, zoo: name, self:nf4, suffix, ngram, ..., or several as in suffix+zoo:draft"
     option(parser, "--draft", f"{known} (default: {draft}; a saved pair's own)")
     add_loading(parser, **defaults)

@@ -12,8 +12,9 @@ import torch
 
 from .. import zoo
 from ..extras import install
-from ..lab.bench import Bars, Prompt, Result, Row, Rules, brief, held_out_prompts
+from ..lab.bench import Bars, Prompt, Result, Row, Rules, brief, short_prompts
 from ..lab.bench.clock import silent
+from ..lab.grown import RECORD
 from ..lengths.adaptive import Adaptive
 from ..lengths.policies import Confidence
 from ..loading.quantization import memory_bytes
@@ -30,34 +31,27 @@ except ImportError as error:
     raise ImportError(f"the demo draws with rich: {install('demo')}, or use --json") from error
 
 PACE = 0.1  # seconds that a draft stays visible, and then its rejected tokens
+GROWN = "zoo:target with more weights: the same text, at a higher cost"
 READ, DRAFTED, ACCEPTED, OWN, REJECTED = "dim", "italic yellow", "cyan", "bold", "red strike"
 
 
-def show(
-    model: AssistedModelForCausalLM,
-    prompts: int,
-    rules: Rules,
-    also: Mapping[str, AssistedModelForCausalLM],
-    live_tokens: int = 48,
-) -> Result:
+def show(pairs: Mapping[str, AssistedModelForCausalLM], prompts: int, rules: Rules, live_tokens: int = 48) -> Result:
     """Print the whole demo: one completion while it is generated, then the table.
 
     Args:
-        model: the pair, with its tokenizer.
-        prompts, rules, also: as for `bench.brief`. The completion is that of the last pair of `also`, if there is one.
+        pairs, prompts, rules: as for `bench.brief`. The completion is the first pair's.
         live_tokens: new tokens of the completion that is shown.
 
     Without a terminal, or with NO_COLOR set, everything is plain text.
     """
     console = _console()
-    first = next(held_out_prompts(model.tokenizer))
-    watched = [model, *also.values()][-1]
+    watched = next(iter(pairs.values()))
     _draw_pair(console, watched)
-    _draw_live(console, watched, first, live_tokens)
+    _draw_live(console, watched, short_prompts(watched.tokenizer, 1)[0], live_tokens)
     if not console.is_terminal:
         console.print("Measuring ...")
     with Bars() as bars:
-        result = brief(model, prompts, rules, also, bars if console.is_terminal else silent)
+        result = brief(pairs, prompts, rules, bars if console.is_terminal else silent)
     _draw_result(console, result)
     return result
 
@@ -79,6 +73,8 @@ def _draw_pair(console: Console, model: AssistedModelForCausalLM) -> None:
         quantization = getattr(model.spec, "quantization", None) if role != "target" else None
         bits = f" in {quantization}" if isinstance(quantization, str) else ""
         console.print(f"{role}  {name}{bits}: {layers} layers, {mebibytes:.1f} MiB", style=READ)
+        if hasattr(part.config, RECORD):
+            console.print("        " + GROWN, style=READ)
 
 
 def _draw_live(console: Console, model: AssistedModelForCausalLM, prompt: Prompt, new_tokens: int) -> None:
@@ -178,7 +174,7 @@ def _draw_result(console: Console, result: Result) -> None:
             style=REJECTED,
         )
     for line in (
-        f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature 0, "
+        f"{count} prompts x {rules.new_tokens} new tokens, held-out code, temperature {rules.temperature:g}, "
         f"{machine['dtype']}, {machine['device']}, {machine['threads']} threads.",
         f"Timed runs, in turns: {len(ran.seconds)}. Speedup over plain: median [95% interval]. `assisted bench` measures more.",
         "Over no draft: what drafting adds to this package's loop and kernels, which are the rest of the speedup.",
@@ -193,7 +189,11 @@ def _cells(row: Row) -> list[str]:
     rate = row.acceptance_rate
     return [
         row.family.removesuffix(" assisted") if row.family.startswith(("plain", "transformers")) else row.name,
-        "-" if row.family == "plain" else "yes" if row.same == row.rows else f"{row.same} of {row.rows}",
+        "-"
+        if row.family == "plain" or row.same is None
+        else "yes"
+        if row.same == row.rows
+        else f"{row.same} of {row.rows}",
         f"{row.tokens_per_pass:.2f}",
         "-" if rate is None else f"{rate:.0%}",
         f"{row.milliseconds_per_token:.2f}",

@@ -17,7 +17,19 @@ from typing import Any
 from .. import __version__
 from . import audit, bench, chat, doctor, handover, plan, serve, shrink
 from . import train as training
-from .arguments import Parser, add_generation, add_json, add_pair, load, option, print_json, sampling
+from .arguments import (
+    Parser,
+    add_generation,
+    add_json,
+    add_pair,
+    add_temperature,
+    load,
+    loading,
+    option,
+    print_json,
+    sampling,
+    target_and_tokenizer,
+)
 from .terminal import Loading, note, streamer
 
 FAILED, INTERRUPTED = 2, 130
@@ -25,7 +37,11 @@ _NOISY = ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops")
 """Loggers that warn of kernels that did not load and of calls between other packages."""
 _EXAMPLES = {
     "assisted": ("assisted demo", "assisted chat", 'assisted generate "def mean(values):" --draft zoo:draft'),
-    "demo": ("assisted demo", "assisted demo --target DIR --draft DIR --device cuda"),
+    "demo": (
+        "assisted demo",
+        "assisted demo --temperature 0.8 --max-new-tokens 96",
+        "assisted demo --target DIR --draft DIR --device cuda",
+    ),
     "generate": (
         'assisted generate "def mean(values):" --draft zoo:draft',
         'echo "class Stack:" | assisted generate --temperature 0.8 --json',
@@ -83,34 +99,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def _demo(args: argparse.Namespace) -> None:
     from ..lab.bench import Rules, brief
+    from ..lab.grown import PREFIX
 
     run: Any = brief
     if not args.json:
         from .demo import show as run
-    model, rules = load(args, "zoo:target", "zoo:draft"), Rules(args.max_new_tokens, args.repeats, seconds=args.seconds)
-    result = run(model, args.count, rules, _quantized(model, args))
+    is_grown = args.target.startswith(PREFIX)
+    pairs = _grown(args) if is_grown else {"assisted": load(args, "zoo:target", "zoo:draft")}
+    rules = Rules(args.max_new_tokens, args.repeats, args.temperature, seconds=args.seconds)
+    result = run(pairs, args.count, rules)
     if args.json:
         print_json(result.to_dict())
 
 
-def _quantized(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """The same pair with its draft in 4 bits, unless `--draft-quantization` is given."""
+def _grown(args: argparse.Namespace) -> dict[str, Any]:
+    """The shipped target at the size that `--target` names, with a draft; if none is chosen, also with the shipped head."""
+    import torch
+
+    from ..lab.grown import PREFIX, grow, parse, shipped_head
+    from ..methods import Eagle
     from ..modeling import AssistedModelForCausalLM
 
-    if args.draft_quantization is not None or model.spec.quantizes != "model":
-        return {}
-    try:
-        pair = AssistedModelForCausalLM.from_models(
-            model.target,
-            draft=model.spec.model,
-            draft_quantization="nf4",
-            draft_length=args.draft_length,
-            draft_window=args.draft_window,
-        )
-    except (ImportError, ValueError) as error:  # no backend, or layer shapes that it does not support
-        print(f"Without a quantized draft: {error}", file=sys.stderr)
-        return {}
-    return {"assisted, nf4 draft": pair}
+    chosen, size = loading(args), args.target.removeprefix(PREFIX)
+    parse(size)  # before anything is loaded
+    device = chosen.pop("device_map", {"": "cpu"})[""]
+    small, tokenizer = target_and_tokenizer("zoo:target", dtype=torch.float32)
+    dtype = chosen.pop("dtype", "auto")
+    target: Any = grow(small, size, device, None if dtype == "auto" else getattr(torch, dtype))
+    target.name_or_path = args.target
+    first = args.draft or "zoo:draft"
+    drafts: dict[str, Any] = {f"with {first}": first}
+    if args.draft is None and args.draft_quantization is None:
+        drafts["with zoo:eagle3"] = Eagle(shipped_head(target), tree=False)
+    return {
+        name: AssistedModelForCausalLM.from_models(target, draft, tokenizer=tokenizer, **chosen)
+        for name, draft in drafts.items()
+    }
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -190,9 +214,11 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     demo = command("demo", _demo, "show how a draft and a target write held-out code together, and what it costs")
-    add_pair(demo, "zoo:draft for zoo:target, else suffix", device="cpu", dtype="float32", threads=1)
-    option(demo, "--count", "number of prompts to measure", 5, before="--prompts")
+    grown = "zoo:draft and zoo:eagle3 for a grown target, zoo:draft for zoo:target, else suffix"
+    add_pair(demo, grown, "grown:0.05b", device="cpu", dtype="float32", threads=1)
+    option(demo, "--count", "number of prompts to measure", 4, before="--prompts")
     option(demo, "--max-new-tokens", "new tokens per prompt", 48)
+    add_temperature(demo)
     option(demo, "--repeats", "timed runs per method, at most", 5)
     option(demo, "--seconds", "approximate time for all measurements", 36.0)
 

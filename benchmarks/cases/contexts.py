@@ -51,7 +51,7 @@ WARM_UP = 8  # tokens
 
 def long_model(name, grown=None, dtype=torch.float32, device="cpu"):
     """A shipped model that reads `POSITIONS` tokens. grown: a size to grow it to."""
-    from tools.grown import grow
+    from assisted.lab.grown import grow
 
     folder = zoo.folder(name)
     config = AutoConfig.from_pretrained(folder)

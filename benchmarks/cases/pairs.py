@@ -181,7 +181,7 @@ drafts, which shows the gain from the way forward passes are run. "compiled" is 
 
 def grown_drafts(pair):
     """The draft and the head at several lengths, alone and combined with the suffix drafter."""
-    from tools.grown_head import shipped_head
+    from assisted.lab.grown import shipped_head
 
     head = shipped_head(pair.target)
     chain = Eagle(head, tree=False)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from assisted.lab.grown import Shape
 from assisted.methods.early_exit.train import EarlyExitSettings
 from assisted.methods.shared.training.method import Plan
-
-from ..grown import Shape
 
 __all__ = ["DRAFT", "HYBRID", "OTHER_DRAFT", "RECIPES", "TARGET", "Phase", "Recipe"]
 

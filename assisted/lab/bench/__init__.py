@@ -3,7 +3,7 @@
 from .clock import Bars
 from .measure import brief, default_drafts, fastest, load, measure, pad_token, point, transformers_assisted
 from .methods import Method, assisted, lookups, of_model, peers, plain
-from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, sources
+from .prompts import Batch, Prompt, at_length, batches, held_out_prompts, read, short_prompts, sources
 from .protocol import Measured, Rules, race, stream
 from .results import Point, Result, Row, machine, summed_up
 from .statistics import Interval, repeated_share, speedup
@@ -40,6 +40,7 @@ __all__ = [
     "race",
     "read",
     "repeated_share",
+    "short_prompts",
     "sources",
     "speedup",
     "stream",

@@ -129,31 +129,29 @@ def point(
 
 
 def brief(
-    pair: AssistedModelForCausalLM,
+    pairs: Mapping[str, AssistedModelForCausalLM],
     prompts: int,
     rules: Rules,
-    also: Mapping[str, AssistedModelForCausalLM],
     progress: Progress = silent,
 ) -> Result:
     """Decode held-out code for the time of `rules`, for the demo: plain, by transformers' own drafting, by this package without
-    a draft, by the pair.
+    a draft, by the pairs.
 
-    Unlike in `measure`, plain `generate` takes part only in its default mode, not compiled. transformers drafts with the same
-    model, or by prompt lookup if there is none. Nothing is streamed.
+    Unlike in `measure`, plain `generate` takes part only in its default mode, not compiled. transformers drafts with the
+    first pair's model, or by prompt lookup if it has none. Nothing is streamed.
 
     Args:
-        pair: with its tokenizer.
-        prompts: functions to complete.
+        pairs: of the same target, by the name of their row; the first one with its tokenizer.
+        prompts: functions to complete, see `short_prompts`.
         rules: tokens, repeats at most, and seconds for everything.
-        also: further pairs of the same target, by the name of their row.
         progress: called with what is being done and the share of it that is done.
 
     Raises ValueError if there are not enough prompts, ModuleNotFoundError without the held-out text.
     """
-    found = texts.read(["code"], pair.tokenizer, prompts)
+    pair = next(iter(pairs.values()))
+    found = texts.short_prompts(pair.tokenizer, prompts)
     plain = who.plain(pair.target, compiled=False)
     tried = transformers_assisted(pair) or who.lookups(pair.target)
-    pairs = {"assisted": pair, **also}
     own = [who.undrafted(pair.target), *(of_model(name, model) for name, model in pairs.items())]
     measured = point(pair, plain, tried, own, found, rules, progress=progress)
     about = machine(pair.target.device, pair.target.dtype)

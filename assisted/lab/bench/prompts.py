@@ -31,6 +31,7 @@ SETS = {
 CHAT = Path(__file__).parent / "chat.jsonl"
 """The built-in set "chat": questions, edits, quotes and JSON for an instruct model, six of each."""
 PROMPT_TOKENS = (120, 200)
+SHORT_TOKENS = (60, 120)  # of prompts whose reading should take a small part of a short call
 _CHARACTERS = 8  # per token, at most on average: longer texts are skipped without being tokenized
 UNNAMED = "questions"  # the category of questions that name none
 COLUMNS = ("turns", "question", "prompt", "instruction", "text", "content")  # one of them has the question
@@ -98,6 +99,11 @@ def read(names: Sequence[str], tokenizer: Any, count: int, tokens: tuple[int, in
     if not found:
         raise ValueError(f"prompts: none chosen; give some of {', '.join(SETS)}, chat, a file or a dataset")
     return found
+
+
+def short_prompts(tokenizer: Any, count: int) -> list[Prompt]:
+    """`count` prompts of the set "code" that take less time to read. Raises ValueError and ModuleNotFoundError as `read`."""
+    return read(["code"], tokenizer, count, SHORT_TOKENS)
 
 
 def held_out_prompts(tokenizer: Any) -> Iterator[Prompt]:

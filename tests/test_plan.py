@@ -364,12 +364,20 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "target: keys and values" in text and "from_pretrained(" in text and "assisted doctor" in text
     out = tmp_path / "plan.json"
-    assert main(["plan", str(folder), "--card", "RTX 4070", "--batch", "2", "--json", str(out)]) == 0
+    assert main(["plan", str(folder), "--card", "4070", "--batch", "2", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["device"]["memory"] == 12 * 10**9 and found["batch"] == 2
     best = found["candidates"][found["chosen"]]
     assert best["bytes"] == sum(part["bytes"] for part in best["parts"])
     assert 0 < best["plain_tokens_per_second"][0] < best["plain_tokens_per_second"][1]
+
+
+def test_a_folder_with_a_config_alone(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    found, whole = (plan(str(path), memory="8GB", context=64) for path in (tmp_path, folder))
+    assert found.best.parts == whole.best.parts
+    assert main(["plan", str(tmp_path), "--draft", str(tmp_path), "--card", "NVIDIA GeForce RTX 4070 Ti"]) == 0
+    assert "counted from the config" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -384,14 +392,10 @@ def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["FOLDER", "--quantization", "int3"], "quantization: 'int3' is not known"),
         (["FOLDER", "--draft", "FOLDER", "--draft-window", "0"], "draft_window: 0 is not possible; give 1 or more"),
         (["FOLDER", "--draft-window", "64"], "draft_window: 64 is not possible, as Suffix keeps no keys and values"),
-        (["FOLDER", "--draft", "EMPTY"], "draft: the folder"),
     ],
 )
-def test_bad_input(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
-) -> None:
-    llama().save_pretrained(tmp_path)  # a config without weights
-    given = [{"FOLDER": str(folder), "EMPTY": str(tmp_path)}.get(word, word) for word in argv]
+def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str) -> None:
+    given = [str(folder) if word == "FOLDER" else word for word in argv]
     defaults = [] if any(word.startswith(("--vram", "--card")) for word in argv) else ["--vram", "8GB"]
     assert main(["plan", *given, *defaults]) == 2
     error = capsys.readouterr().err

@@ -60,7 +60,7 @@ _EXAMPLES = {
     ),
     "plan": (
         "assisted plan Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B --vram 12GB",
-        'assisted plan Qwen/Qwen3-8B --card "RTX 4070" --context 4096',
+        "assisted plan Qwen/Qwen3-8B --card 4070 --context 4096",
     ),
     "serve": (
         "assisted serve zoo:target --draft zoo:draft --draft suffix",

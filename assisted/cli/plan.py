@@ -19,7 +19,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     option(plan, "--draft", "Hub id, folder, zoo: name, self:nf4, suffix, suffix+self:nf4, ... (default: suffix)")
     memory = "memory of the card, such as 12 or 12GB (default: free memory of this machine)"
     option(plan, "--vram", memory, dest="memory", metavar="SIZE")
-    card = "name of the card, such as 'RTX 4070', for its memory and bandwidth"
+    card = "name of the card, such as 4070 or 'RTX 4060 Ti 16GB', for its memory and bandwidth"
     option(plan, "--card", card, dest="card_name", metavar="NAME")
     option(plan, "--context", "tokens of prompt and answer together", 8192, metavar="N")
     option(plan, "--batch", "sequences decoded together", 1, dest="rows", metavar="N")

@@ -23,14 +23,24 @@ class Device:
     bus: tuple[float, float] = (6e9, 25e9)  # from main memory: PCIe 3.0 pageable to 4.0 pinned
 
 
-# Memory in GB and bandwidth in GB/s, from the data sheets of NVIDIA.
+# Memory in GB and bandwidth in GB/s, from the data sheets of NVIDIA; those of the Ti and Super cards are listed in
+# Nvidia_GPU_Specification.md of https://github.com/CYBIRD-D/How-to-Choose-your-LLM-Model-for-translation (November 2026).
 CARDS = {
     "RTX 3060": (12, 360),
+    "RTX 3060 Ti": (8, 448),
+    "RTX 3070": (8, 448),
+    "RTX 3080": (10, 760),
+    "RTX 3080 Ti": (12, 912),
     "RTX 3090": (24, 936),
     "RTX 4060": (8, 272),
+    "RTX 4060 Ti": (8, 288),
     "RTX 4060 Ti 16GB": (16, 288),
     "RTX 4070": (12, 504),
+    "RTX 4070 Super": (12, 504),
+    "RTX 4070 Ti": (12, 504),
+    "RTX 4070 Ti Super": (16, 672),
     "RTX 4080": (16, 717),
+    "RTX 4080 Super": (16, 736),
     "RTX 4090": (24, 1008),
     "RTX 5070": (12, 672),
     "RTX 5080": (16, 960),
@@ -66,8 +76,7 @@ def card(name: str | None, memory: int | None) -> Device:
     if name is None:
         assert memory is not None
         return Device(f"a card of {memory / GB:.3g} GB", "cuda", memory, _UNKNOWN)
-    known = {key.lower().replace(" ", ""): key for key in CARDS}
-    key = known.get(name.lower().replace(" ", "").replace("-", ""))
+    key = {_short(key): key for key in CARDS}.get(_short(name))
     if key is None:
         raise ValueError(f"card: {name!r} is not in the list ({', '.join(CARDS)}); give --vram instead")
     size, rate = CARDS[key]
@@ -75,12 +84,17 @@ def card(name: str | None, memory: int | None) -> Device:
     return Device(key, "cuda", memory or size * GB, (low, high))
 
 
+def _short(name: str) -> str:
+    """A card's name without its maker and series: "4070" for "NVIDIA GeForce RTX 4070"."""
+    return re.sub(r"nvidia|geforce|rtx|[\s_-]", "", name.lower())
+
+
 def here(kind: str | None = None) -> Device:
     """This machine's accelerator, or its main memory where it has none or `kind` is "cpu"."""
     if kind != "cpu" and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
-        match = next((key for key in CARDS if key.lower() in name.lower()), None)
+        match = max((key for key in CARDS if _short(key) in _short(name)), key=len, default=None)
         return Device(name, "cuda", free, card(match, free).bandwidth if match else _UNKNOWN)
     if kind == "cuda":
         raise ValueError("device: there is no CUDA device here; name a card or give its memory")

@@ -56,8 +56,10 @@ class Shapes:
             trust_remote_code: run code that comes with the checkpoint to build its modules.
             hub: `revision` and `token`, for the Hub.
 
-        Raises ValueError where there are no weights, or none that fit the config, OSError for an unknown id and without a
-        connection.
+        Of a folder that has a config alone, the weights are counted from it.
+
+        Raises ValueError where a quantized model has no weights, or where weights do not fit the config, OSError for an
+        unknown id and without a connection.
         """
         folder, gguf = named_in(zoo.resolve(path))
         if gguf is not None:
@@ -75,9 +77,12 @@ class Shapes:
         if isinstance(config, AssistedConfig):
             draft = registry.read(config.draft, Path(folder))
             folder, config = str(Path(folder) / "target"), config.target
-        tensors = headers(folder, path, role, hub).values()
         model = _on_meta(config, trust_remote_code)
         method = getattr(config, "quantization_config", None)
+        if method is None and Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
+            counted = "its folder has no *.safetensors files, so that its weights are counted from the config"
+            return Shapes(path, model, None, note=counted, draft=draft)
+        tensors = headers(folder, path, role, hub).values()
         if method is not None:
             method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
         stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)

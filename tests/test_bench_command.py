@@ -97,6 +97,28 @@ def test_a_table_and_a_file(
     assert json.loads(capsys.readouterr().out) == written
 
 
+@pytest.mark.parametrize(
+    ("argv", "draft", "drafts"),
+    [
+        ([], None, None),
+        (["--draft", "suffix"], "suffix", None),
+        (["--draft", "suffix", "--draft", "zoo:draft"], "zoo:draft", ["suffix", "zoo:draft"]),
+        (["--draft", "zoo:draft", "--drafts", "ngram", "recycle"], "zoo:draft", ["ngram", "recycle"]),
+    ],
+    ids=str,
+)
+def test_drafts_to_compare(
+    argv: list[str], draft: str | None, drafts: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        sys.modules["assisted.lab.bench.measure"], "measure", lambda target, *more, **kwargs: seen.append(more) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        main(["bench", *argv])
+    assert seen[0][:2] == (draft, drafts)
+
+
 def test_a_sampled_run_and_a_batch(folders: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--drafts", "suffix", "--temperature", "0.8", "--top-p", "0.9", "--batch", "2", "--json"]
     assert main(command(folders, questions, *argv)) == 0

@@ -287,6 +287,15 @@ def test_a_misspelled_command(argv: list[str], meant: str | None, capsys: pytest
     assert (f"did you mean {meant!r}?" in capsys.readouterr().err) == (meant is not None)
 
 
+@pytest.mark.parametrize("name", ["plan zoo:target", "train eagle", "bench", "zoo list"])
+def test_an_unknown_option_shows_the_usage_of_its_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    needed = ["--target", "zoo:target", "--text", "zoo", "--out", "D"] if name == "train eagle" else []
+    with pytest.raises(SystemExit):
+        main([*name.split(), *needed, "--wrong"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: assisted {name.removesuffix(' zoo:target')} ") and "arguments: --wrong" in said
+
+
 def test_a_traceback_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASSISTED_TRACEBACK", "1")
     with pytest.raises(ValueError, match="not in the zoo"):

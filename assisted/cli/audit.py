@@ -19,7 +19,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     same = "model with the same weights, run by transformers; required for a server (default: the target)"
     option(audit, "--reference", same, metavar="MODEL")
     option(audit, "--name", "name of the model at the server (default: its first model)", metavar="NAME")
-    option(audit, "--prompts", "code, prose, json, chat, or a file of questions", "code")
+    sets = "code, edits, json, prose, chat, or a question.jsonl; several are taken together"
+    option(audit, "--prompts", sets, ["code"], nargs="+", type=str, metavar="SET")
     option(audit, "--count", "prompts per category", 8)
     option(audit, "--max-new-tokens", "new tokens per text", 48)
     option(audit, "--samples", "sampled texts per prompt", 8)
@@ -58,7 +59,7 @@ def _audit(args: argparse.Namespace) -> None:
             name = args.reference
         subject = Model(pair, tokenizer, name=f"{args.subject} with {args.draft or 'its default draft'}")
     plain = getattr(plain, "target", plain)
-    prompts = [prompt.ids[0].tolist() for prompt in read([args.prompts], tokenizer, args.count)]
+    prompts = [prompt.ids[0].tolist() for prompt in read(args.prompts, tokenizer, args.count)]
     settings = Settings(args.max_new_tokens, args.samples, args.temperature, args.gap, args.logprob)
     with Bars() as bars:
         found = audit(subject, plain, tokenizer, prompts, settings, name, progress=bars)

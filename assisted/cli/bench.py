@@ -20,9 +20,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("bench", _bench, text, page="bench", file="all results")
     pair = parser.add_argument_group("the pair")
     add_target(parser, pair, "Hub id, folder, zoo: name or saved pair")
-    option(pair, "--draft", "draft model, also for transformers' own drafting (default: zoo:draft for zoo:target)")
-    text = "draft strings to compare; a+b combines two drafters (default: all that the pair allows)"
-    option(pair, "--drafts", text, nargs="+", metavar="DRAFT")
+    text = (
+        "Hub id, folder, zoo: name, self:nf4, suffix, suffix+zoo:draft, ...; the first draft model is also transformers'. "
+        "Repeat to compare these alone (default: zoo:draft for zoo:target, and all that the pair allows)"
+    )
+    option(pair, "--draft", text, action="append", metavar="DRAFT")
+    option(pair, "--drafts", "the drafts to compare, in one list beside a draft model", nargs="+", metavar="DRAFT")
     add_loading(pair, length="adaptive")
     option(pair, "--no-compile", "omit plain generate with a compiled forward", False)
     work = parser.add_argument_group("the work")
@@ -64,11 +67,16 @@ def _measure(args: argparse.Namespace) -> Any:
     from ..lab.bench.clock import Bars
     from ..lab.bench.measure import measure
     from ..lab.bench.protocol import Rules
+    from ..methods import parse
 
+    given, compared = args.draft or [None], args.drafts
+    models = [draft for draft in given if draft is not None and parse(draft).quantizes == "model"]
+    if len(given) > 1:
+        compared = [*given, *(compared or [])]
     rules = Rules(args.max_new_tokens, args.repeats, args.temperature, args.top_p, args.seed)
     work = (args.prompts, args.count, rules, args.batch, args.context)
     with Bars() as bars:
-        result = measure(args.target, args.draft, args.drafts, *work, not args.no_compile, bars, **loading(args))
+        result = measure(args.target, [*models, *given][0], compared, *work, not args.no_compile, bars, **loading(args))
     return dataclasses.replace(result, command=typed())
 
 

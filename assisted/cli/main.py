@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
         see = f" See docs/howto/{page}.md." if page else ""
         about = text[0].upper() + text[1:] + "." + see
         added = group.add_parser(name, help=text, description=about, epilog=_examples(name))
-        added.set_defaults(command=run, alone=None)
+        added.set_defaults(command=run, alone=None, parser=added)
         add_json(added, file)
         return added
 

@@ -39,7 +39,7 @@ def _plan(args: argparse.Namespace) -> None:
 
     from ..lab.plan import plan
 
-    given = {name: value for name, value in vars(args).items() if name not in ("alone", "command", "json")}
+    given = {name: value for name, value in vars(args).items() if name not in ("alone", "command", "parser", "json")}
     given["dtype"] = None if args.dtype in (None, "auto") else getattr(torch, args.dtype)
     try:
         found = plan(**given)

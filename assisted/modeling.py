@@ -59,7 +59,7 @@ from .loading.quantization import memory_bytes
 from .loading.vocabulary import find_tokenizer
 from .many import Answer, Preparation, generate_many
 from .methods import Drafter, Spec
-from .pairing import draft_for, load, other_pair, padding_side, save
+from .pairing import CARD_TAGS, draft_for, load, other_pair, padding_side, save
 
 __all__ = ["AssistedModelForCausalLM"]
 
@@ -511,7 +511,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | Path, push_to_hub: bool = False, custom_generate: bool = False, **kwargs: Any
     ) -> None:
-        """Write one folder: `target/`, `draft/` (if the draft is a model), and a config.json for the pair.
+        """Write one folder: `target/`, `draft/` (if the draft is a model), a config.json for the pair, and a model card unless
+        the folder has a README.md.
 
         save_directory: the folder. custom_generate: also write `custom_generate/generate.py`, with which the target's own
         `generate(custom_generate=FOLDER_OR_ID, trust_remote_code=True)` drafts. kwargs: of the target's `save_pretrained`, or
@@ -530,6 +531,10 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         save(self, folder, custom_generate, kwargs)
         if push_to_hub and kwargs.get("is_main_process") is not False:
             self.push_to_hub(hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """As a model's own, with tags that say what the folder is. kwargs: its further arguments."""
+        return super().push_to_hub(repo_id, **{**kwargs, "tags": [*CARD_TAGS, *(kwargs.get("tags") or [])]})
 
     def _apply(self, fn: Any, recurse: bool = True) -> AssistedModelForCausalLM:
         """Move or cast the draft together with the target."""

@@ -5,6 +5,7 @@ pair; and the folder of a saved pair.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,25 @@ from .loading.quantization import load_from_gguf, require_whole_head, save_targe
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target
 
+CARD_TAGS = ["assisted", "speculative-decoding"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_CARD = """---
+library_name: transformers
+tags:
+{tags}
+{base}---
+
+# A target with a draft
+
+{target} and the draft {draft}, which proposes tokens that the target verifies: the output is the target's own, sooner.
+Saved by `assisted`, which has to be installed:
+
+    from assisted import AssistedModelForCausalLM
+
+    model = AssistedModelForCausalLM.from_pretrained("{name}")
+
+The folder `target` is an ordinary model of transformers. Check the licenses of both models before you publish the folder.
+"""
 _OTHERS = 2  # drafts of single calls that are kept
 _SNAPSHOT = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _HUB_ARGUMENTS = (*_SNAPSHOT, "proxies", "trust_remote_code")
@@ -186,6 +206,21 @@ def save(pair: Any, folder: Path, custom_generate: bool, kwargs: dict[str, Any])
     config.save_pretrained(folder)
     if custom_generate:
         config.save_entry(folder)
+    if not (card := folder / "README.md").exists():
+        card.write_text(_card(pair, folder.name), encoding="utf-8")
+
+
+def _card(pair: Any, name: str) -> str:
+    """The model card of a saved pair. It names Hub ids, and no folders of this machine. name: of the folder."""
+    origin = pair.target.name_or_path or ""
+    is_id = _HUB_ID.fullmatch(origin) is not None and not Path(origin).exists()
+    return _CARD.format(
+        tags="\n".join(f"- {tag}" for tag in CARD_TAGS),
+        base=f"base_model: {origin}\n" if is_id else "",
+        target=f"`{origin}`" if is_id else f"A target ({type(pair.target).__name__})",
+        draft=f"`{type(pair.spec).__name__}`",
+        name=name,
+    )
 
 
 def padding_side(target: Any) -> dict[str, str]:

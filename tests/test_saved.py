@@ -8,15 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 from methods import METHODS, Method
 from pairs import CALL, pair, prompt
 from test_methods import assisted_without_fallback
+from transformers import PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, EarlyExit, LayerSkip
 from assisted.methods import METHODS as SPECS
 from assisted.methods import parse, read
 
 OF_A_FOLDER = ("pard", "eagle-1, chains", "eagle-3, trees", "mtp, chains", "assistant, trees", "dflash, chains")
+
+
+def test_a_model_card_says_what_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AssistedModelForCausalLM.from_models(pair()[0], draft="suffix")
+    for origin, base in ((str(tmp_path), None), ("somebody/something", "somebody/something")):
+        monkeypatch.setattr(model.target, "name_or_path", origin)
+        model.save_pretrained(tmp_path)
+        card = ModelCard.load(tmp_path / "README.md")
+        assert (card.data.library_name, card.data.tags) == ("transformers", ["assisted", "speculative-decoding"])
+        assert card.data.base_model == base and str(tmp_path) not in card.content
+        (tmp_path / "README.md").unlink()
+    (tmp_path / "README.md").write_text("mine")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+def test_a_pushed_pair_is_tagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[Any] = []
+    monkeypatch.setattr(PreTrainedModel, "push_to_hub", lambda self, name, **kwargs: pushed.append((name, kwargs)))
+    model = AssistedModelForCausalLM.from_models(pair()[0], draft="suffix")
+    model.push_to_hub("me/mine", private=True, tags=["code"])
+    assert pushed == [("me/mine", {"private": True, "tags": ["assisted", "speculative-decoding", "code"]})]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

@@ -8,10 +8,10 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.random import fork_rng
@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.candidate_generator import CandidateGenerator
 
 from . import lengths
 from .calls.admission import going_on, require_tensors, warn_plain, why_outside_the_loop
@@ -62,6 +63,9 @@ from .methods import Drafter, Spec
 from .pairing import CARD_TAGS, draft_for, load, other_pair, padding_side, save
 
 __all__ = ["AssistedModelForCausalLM"]
+
+DraftLike: TypeAlias = str | Spec | torch.nn.Module | CandidateGenerator | Sequence[Any] | None
+"""What `draft=` takes: a string, a spec, a causal LM, someone's drafter, or a list of these, which are combined."""
 
 _BOOKS = threading.Lock()  # guards what calls in several threads write to a model
 _WARM_UP = 16, 64  # tokens of the prompt of `warm_up`, and with its answer
@@ -140,7 +144,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         *model_args: Any,
-        draft: Any = None,
+        draft: DraftLike = None,
         draft_quantization: Any = None,
         draft_window: int | None = None,
         draft_length: int | str | lengths.DraftLength | None = None,
@@ -215,7 +219,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
     def from_models(
         cls,
         target: PreTrainedModel,
-        draft: Any = None,
+        draft: DraftLike = None,
         draft_length: int | str | lengths.DraftLength | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,

@@ -79,6 +79,21 @@ def test_sentences_about_speed_have_figures_of_tables() -> None:
     assert not invented, "\n".join(invented)
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_front_pages_repeat_figures_of_other_pages(name: str) -> None:
+    """Their tables hold no figures of their own, and the last column is what a row gains over the one without a draft."""
+    page = ROOT / name
+    targets = ((page.parent / link).resolve() for link in re.findall(r"\]\(([^)#:\s]+\.md)", page.read_text("utf-8")))
+    known = set().union(*map(tabled, filter(Path.is_file, targets)))
+    for table in parts(page)[1]:
+        measured = {line: row for line in table if (row := re.findall(r"(?<![\d.])\d+\.\d\d\b", line))}
+        assert known.issuperset(float(figure) for row in measured.values() for figure in row), name
+        bases = [float(row[0]) for line, row in measured.items() if "without a draft" in line]
+        for line, row in measured.items() if bases else ():
+            if gain := line.split("|")[-2].strip():
+                assert float(gain) == round(float(row[0]) / bases[0], len(gain.partition(".")[2])), line
+
+
 def test_a_wrong_figure_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     table = "| | speedup |\n|---|---|\n| no draft | 1.50 |\n| suffix | 3.01 |\n"

@@ -380,6 +380,16 @@ def test_a_folder_with_a_config_alone(folder: Path, tmp_path: Path, capsys: pyte
     assert "counted from the config" in capsys.readouterr().out
 
 
+def test_variants_that_are_alike_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(str(folder), memory="8GB", context=64)
+    assert len(found.candidates) > 1
+    for most, lines in ((float("inf"), 1), (0, len(found.candidates))):
+        monkeypatch.setattr("assisted.lab.plan.choice.ALIKE", most)
+        table = str(found).split("Memory of the chosen")[0].splitlines()
+        assert sum("yes" in line for line in table) == lines
+        assert any(f"({len(found.candidates) - 1} variants)" in line for line in table) == (lines == 1)
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

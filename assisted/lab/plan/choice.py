@@ -18,6 +18,7 @@ from .shapes import Shapes
 from .sizes import Part, Speed, Use, parts, predict, weight_bytes
 
 GB = 10**9
+ALIKE = 1.05  # the most memory over the least, of variants that one line describes if all fit
 _LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4")}
 """What a target is quantized to if it does not fit; its output is then the quantized model's."""
 _TITLES = {
@@ -140,6 +141,8 @@ class Plan:
         best = self.best
         download = "" if self.download is None else f", {_gb(self.download)} to download"
         rows = f", {self.use.rows} rows" if self.use.rows > 1 else ""
+        sizes = [one.bytes for one in self.candidates]
+        alike = len(sizes) > 1 and all(one.fits for one in self.candidates) and max(sizes) <= ALIKE * min(sizes)
         lines = [
             f"{self.target} with the draft {self.draft}, {self.use.context:,} tokens of context{rows}{download}",
             f"on {self.device.name}, {_gb(self.device.memory)} free",
@@ -155,9 +158,16 @@ class Plan:
                         _range(one.speed.plain, 0),
                         _range(one.speed.times, 1),
                     )
-                    for one in self.candidates
+                    for one in ([best] if alike else self.candidates)
                 ],
-                self.chosen,
+                0 if alike else self.chosen,
+            ),
+            *(
+                [
+                    f"  Smaller drafts and fewer bits ({len(sizes) - 1} variants) save at most {_gb(max(sizes) - min(sizes))}."
+                ]
+                if alike
+                else []
             ),
             "",
             "Memory of the chosen one" + (":" if best.fits else ", which does not fit:"),

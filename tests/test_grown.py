@@ -68,7 +68,7 @@ def test_query_heads_stay_with_their_keys(keys: int, group: int, large_group: in
     large_keys = keys * -(-group // large_group) + spare
     config = SimpleNamespace(num_attention_heads=keys * group, num_key_value_heads=keys, head_dim=1)
     shape = Shape(large_keys * large_group, 1, 1, large_keys * large_group, large_keys)
-    (to, queries), (key_to, key_of) = grown._heads(config, shape)
+    (to, queries), (key_to, key_of) = grown.head_rows(config, shape)
     assert sorted(queries.tolist()) == list(range(keys * group))
     assert len(set(to.tolist())) == len(to)
     assert len(set(key_to.tolist())) == len(key_to) <= large_keys

@@ -215,7 +215,7 @@ _WRITE = ("embed_tokens", "o_proj", "down_proj")  # into the residual stream
 def _fill(model: Any, grown: Any, shape: Shape, generator: torch.Generator) -> None:
     """Every parameter of the grown model: random numbers or zeros, and the small model's entries among them."""
     small, parts = model.config, dict(model.named_parameters())
-    heads, keys = _heads(small, shape)
+    heads, keys = head_rows(small, shape)
     sizes = {"hidden": small.hidden_size, "inner": small.intermediate_size, "words": small.vocab_size}
     indices = {name: (torch.arange(size), torch.arange(size)) for name, size in sizes.items()}
     indices |= {"heads": heads, "keys": keys}
@@ -249,7 +249,7 @@ def _head_size(config: Any) -> int:
     return config.head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _heads(small: Any, shape: Shape) -> tuple[Indices, Indices]:
+def head_rows(small: Any, shape: Shape) -> tuple[Indices, Indices]:
     """Rows of the query heads, and of the key and value heads, of a layer.
 
     A query head reads the keys of its group. If groups are smaller than in the small model, each key head is repeated, and the

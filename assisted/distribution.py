@@ -86,10 +86,10 @@ def require_seed(seed: int, bits: int = 64) -> None:
 
 class Draws:
     """A uniform number for each row and position of a call: what is drawn at a position then depends on its distribution alone.
-    Takes one number of torch's default generator. rows: batch size B."""
+    rows: batch size B. seed: None takes one number of torch's default generator."""
 
-    def __init__(self, rows: int):
-        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    def __init__(self, rows: int, seed: int | None = None):
+        self.generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         self.numbers = torch.empty(rows, 0, dtype=torch.float64)
 
     def sample(self, p: torch.Tensor, lengths: Sequence[int], depths: torch.Tensor | None = None) -> torch.Tensor:

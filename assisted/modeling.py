@@ -429,30 +429,15 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Raises ValueError with the name of what this does not support.
         """
         require_known(kwargs, self.generate_many)
-        require_own_drafting(kwargs.get("generation_config"), self.generation_config, kwargs)
-        require_numbers(kwargs.get("generation_config"), self.generation_config, kwargs)
-        asks = self.settings.of_call(draft_length)
-        recorder = Recorder(self.watch, started=now())
-        settings = CallSettings(asks.fast, ranks=ranks_of(self.target, *self.drafter.modules))
-        if (reason := why_outside_the_loop(self.target, kwargs, settings)) is not None:
-            raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
-        if asks.exact is not None:
-            raise ValueError(f"exact: {asks.exact!r} is not kept by generate_many; call generate, or set exact to None")
-        lengths_of_call = CallLengths(self, asks.draft_length, settings.ranks)
-        call = Preparation(self, lengths_of_call.start, self._warn_ignored, recorder, settings, asks)
-        return self._finishing(generate_many(call, prompts, rows, kwargs), recorder, settings, lengths_of_call)
+        call = Preparation.of(self, draft_length, kwargs)
+        return self._finishing(generate_many(call, prompts, rows, kwargs), call)
 
-    def _finishing(
-        self, answers: Iterator[Answer], recorder: Recorder, settings: CallSettings, of_call: CallLengths
-    ) -> Iterator[Answer]:
+    def _finishing(self, answers: Iterator[Answer], call: Preparation) -> Iterator[Answer]:
         """The same answers. At their end, or when nobody wants more, the call is counted."""
         try:
             yield from answers
         finally:
-            settings.over = True
-            recorder.once_seconds = settings.spent_once
-            of_call.end()
-            self._count(recorder)
+            call.end()
 
     def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The target's own `generate_batch`, which decodes many requests together, without drafts and with one warning."""

@@ -350,6 +350,34 @@ def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
     cache.start = max(cache.lengths)
 
 
+def take_over(cache: SlotCache, row: int, one: SlotCache) -> None:
+    """Give a row what slots of a single row hold, all `lengths[0]` columns, while other rows keep theirs."""
+    place, length = cache.order.index(row), one.lengths[0]
+    for index, layer in enumerate(one.layers):
+        if layer.is_initialized:  # others share another layer's keys
+            cache.layer(index).make_room(length, layer.keys, layer.values)
+            for store, held in zip(_stores(cache.layer(index)), _stores(layer), strict=True):
+                store[place, :, :length] = held[0, :, :length]
+    cache.padding[row], cache.lengths[row] = 0, length
+    cache.start = max(cache.lengths)
+
+
+def give_back(cache: SlotCache, row: int, one: SlotCache, known: int) -> None:
+    """Add to slots of a single row, which hold the first `known` columns of a row, its further ones."""
+    place, length = cache.order.index(row), cache.lengths[row]
+    one.limit = max(one.limit, length)
+    for index, layer in enumerate(cache.layers):
+        if layer.is_initialized:
+            one.layer(index).make_room(length, layer.keys, layer.values)
+            for held, store in zip(_stores(one.layer(index)), _stores(layer), strict=True):
+                held[0, :, known:length] = store[place, :, known:length]
+    one.lengths, one.start = [length], length
+
+
+def _stores(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.keys, layer.values
+
+
 def _copy(slots: SlotCache, length: int, limit: int) -> SlotCache:
     other = SlotCache(slots.rows, limit, slots.right_aligned)
     other.reserve(length)

@@ -1,15 +1,15 @@
-"""Many prompts through a batch with a fixed number of rows: a row whose text has ended gets the next prompt, the others go on.
+"""Texts through a batch with a fixed number of rows: a row whose text has ended gets the next one, the others go on.
 
-transformers prepares processors and criteria with the first prompt; the rounds are those of `decoding`. Knows drafters by their
-interface. A new prompt is read into the slots of its row alone, all but its last token, which the next round reads.
+transformers prepares processors and criteria with a prompt; the rounds are those of `decoding`. Knows drafters by their
+interface, and nothing of who asks for a text. A prompt is read into the slots of its row alone, all but its last token, which
+the next round reads.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,20 +20,27 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..calls.admission import why_plain
+from ..calls.admission import why_outside_the_loop, why_plain
 from ..calls.assembly import assemble, running
+from ..calls.costs import CallLengths
 from ..calls.inputs import LoopInputs
+from ..calls.words import require_numbers, require_own_drafting
+from ..core.drafts import Round
 from ..core.host import now
-from ..core.text import Text
+from ..core.report import Recorder
 from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
-from ..engine.libraries import pad_token
+from ..engine.cache import SlotCache
 from ..engine.prepared import CallSettings
-from ..engine.session import renew
+from ..engine.ranks import ranks_of
+from ..engine.session import renew, take_over
 from ..engine.traits import Traits, change_of
 from ..engine.verifiable import masks_of
 from ..generation import Generation
 from ..methods import Drafting
+from .distributions import OfRows
+from .reading import Reading
+from .texts import Answer, Asked, Rows
 
 _NOT_HERE = {  # arguments of `generate` that belong to a single batch
     "attention_mask": "prompts have no padding here",
@@ -52,67 +59,40 @@ _NOT_HERE = {  # arguments of `generate` that belong to a single batch
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answer.
-
-    Args:
-        index: of the prompt, from 0.
-        ids: [L] int64, the prompt and the new tokens.
-        prompt_tokens: how many of them are the prompt.
-    """
-
-    index: int
-    ids: torch.Tensor
-    prompt_tokens: int
-
-    @property
-    def new_tokens(self) -> torch.Tensor:
-        """The new tokens, [n] int64."""
-        return self.ids[self.prompt_tokens :]
-
-
-class Rows(Text):
-    """Rows that end one by one, and get other texts. It is `done` as soon as a row has ended whose text was not taken."""
-
-    def __init__(self, rows: int, criteria: Any, pad: int | None, device: torch.device):
-        super().__init__(torch.zeros(rows, 0, dtype=torch.int64, device=device), criteria, pad, None)
-        self.lengths = [1] * rows  # a row without a text has a token, too, for passes over all rows
-        self.ended = [True] * rows
-        self.limits = [0] * rows
-        self.prompts_of: dict[int, tuple[int, int]] = {}  # by row: index and length of its prompt
-
-    @property
-    def done(self) -> bool:
-        return any(self.ended[row] for row in self.prompts_of) or not self.prompts_of
-
-    @property
-    def in_lockstep(self) -> bool:
-        return False
-
-    def begin(self, row: int, index: int, prompt: torch.Tensor, limit: int) -> None:
-        """Give a row a text. prompt: [P] int64. limit: of its tokens, the prompt included."""
-        width = len(prompt)
-        self._make_room(width + 1)
-        self.ids[row, :width] = prompt
-        self._latest[row] = []
-        self.lengths[row], self.limits[row], self.row_tokens[row] = width, limit, 0
-        self.ended[row], self.prompts_of[row] = False, (index, width)
-
-    def take(self) -> Iterator[tuple[int, Answer]]:
-        """The rows whose texts have ended, and their answers."""
-        for row in [row for row in self.prompts_of if self.ended[row]]:
-            index, width = self.prompts_of.pop(row)
-            yield row, Answer(index, self.ids[row, : self.lengths[row]].clone(), width)
-
-    def _extend_row(self, row: int, new: list[int], scores: Any, logits: Any) -> int:
-        count = super()._extend_row(row, new[: self.limits[row] - self.lengths[row]], scores, logits)
-        self.ended[row] |= self.lengths[row] >= self.limits[row]
-        return count
-
-
 class Preparation(Generation):
     """What transformers prepares for a call, instead of its output."""
+
+    @classmethod
+    def of(cls, pair: Any, draft_length: Any, kwargs: dict[str, Any]) -> Preparation:
+        """That of a pair's call. kwargs: of `generate`. Raises ValueError for what rows that change their texts cannot run."""
+        require_own_drafting(kwargs.get("generation_config"), pair.generation_config, kwargs)
+        require_numbers(kwargs.get("generation_config"), pair.generation_config, kwargs)
+        asks = pair.settings.of_call(draft_length)
+        settings = CallSettings(asks.fast, ranks=ranks_of(pair.target, *pair.drafter.modules))
+        if (reason := why_outside_the_loop(pair.target, kwargs, settings)) is not None:
+            raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate")
+        if asks.exact is not None:
+            raise ValueError(f"exact: {asks.exact!r} is not kept by generate_many; call generate, or set exact to None")
+        lengths = CallLengths(pair, asks.draft_length, settings.ranks)
+        made = cls(pair, lengths.start, pair._warn_ignored, Recorder(pair.watch, started=now()), settings, asks)
+        made.lengths = lengths
+        return made
+
+    lengths: CallLengths
+
+    def inputs(self, prompt: torch.Tensor, kwargs: dict[str, Any]) -> LoopInputs:
+        """What transformers prepares for a prompt, [P] int64. kwargs: of `generate`."""
+        others = {name: value for name, value in kwargs.items() if name != "generation_config"}
+        others["attention_mask"] = torch.ones_like(prompt[None])
+        found: LoopInputs = self.run(prompt[None], kwargs.get("generation_config"), others)
+        return found
+
+    def end(self) -> None:
+        """The call is over, and is counted."""
+        self.settings.over = True
+        self.recorder.once_seconds = self.settings.spent_once
+        self.lengths.end()
+        self.pair._count(self.recorder)
 
     def _loop(self, inputs: LoopInputs) -> Any:
         if inputs.config.get_generation_mode() not in ("greedy_search", "sample"):
@@ -134,67 +114,163 @@ def generate_many(
     first = next(waiting, None)
     if first is None:
         return iter(())
-    mask = torch.ones_like(first[None])
-    inputs = preparation.run(first[None], kwargs.pop("generation_config", None), kwargs | {"attention_mask": mask})
-    run = _Run(preparation, inputs, rows)
-    return run.answers(enumerate(itertools.chain([first], waiting)))
+    inputs = preparation.inputs(first, kwargs)
+    batch, numbered = Batch(preparation, inputs, rows), enumerate(itertools.chain([first], waiting))
+    distribution = Distribution(inputs.processors, inputs.config.do_sample)
+
+    def take() -> Asked | None:
+        number, prompt = next(numbered, (0, None))
+        return None if prompt is None else asked_of(inputs, number, prompt, distribution)
+
+    return (answer for _, answer in batch.answers(take))
 
 
-class _Run:
-    """The state of one `generate_many`."""
+CHUNK = 256
+"""Tokens of prompts that are read between two rounds, in a batch whose texts somebody is waiting for."""
 
-    def __init__(self, generation: Generation, inputs: LoopInputs, rows: int):
-        pair, settings, config = generation.pair, generation.settings, inputs.config
-        _require_possible(inputs, pair, settings)
-        self.recorder, self.drafter = generation.recorder, pair.drafter
-        self.new, self.most = config.max_new_tokens, config.max_length
-        # each row has a limit of its own
-        criteria = StoppingCriteriaList([one for one in inputs.criteria if type(one) is not MaxLengthCriteria])
-        criteria.append(MaxLengthCriteria(sys.maxsize))
-        self.text = text = Rows(rows, criteria, pad_token(config), inputs.ids.device)
-        distribution = Distribution(inputs.processors, config.do_sample)
-        length = generation.start_length(rows, distribution.do_sample)
+
+class Batch:
+    """Rows whose texts come and go between rounds.
+
+    Args:
+        generation, inputs: of the first text. What depends on the model and the draft holds for all.
+        rows: maximum number of texts at a time.
+        chunk: of tokens of prompts that are read between two rounds. None reads a prompt at once, and asks no pool.
+
+    Raises ValueError for what cannot run in such rows.
+    """
+
+    def __init__(self, generation: Preparation, inputs: LoopInputs, rows: int, chunk: int | None = None):
+        pair, settings = generation.pair, generation.settings
+        # without a chunk, all texts have the processors of the first one
+        _require_possible(inputs if chunk is None else replace(inputs, processors=()), pair, settings)
+        self.recorder, self.drafter, self.chunk = generation.recorder, pair.drafter, chunk
+        self.pool = None if chunk is None else generation.asks.sessions
+        self.free = list(range(rows))
+        self.reading: list[Reading] = []
+        self.lent: dict[int, Reading] = {}  # by row, whose prompt was read
+        self.waits: Callable[[], bool] = lambda: False
+        self.text = text = Rows(rows, inputs.ids.device, lambda: bool(self.reading or (self.free and self.waits())))
+        self.distribution = OfRows([None] * rows)
+        self.distribution.give(0, Distribution(inputs.processors, inputs.config.do_sample))  # for drafters that start
+        length = generation.start_length(rows, self.distribution.do_sample)
         of_rows = replace(inputs, ids=text.ids, kwargs={inputs.cache_name: inputs.cache})
-        self.call = call = assemble(pair, of_rows, settings, text, distribution, length)
+        self.call = call = assemble(pair, of_rows, settings, text, self.distribution, length)
         call.target.cache.begin_rounds()
         self.drafting = call.drafting()
         _require_renewal(call.own, type(pair.spec).__name__)
+        self.distribution.give(0, None)
+        self.recorder.row_tokens, self.recorder.warnings = [], settings.warnings
+        self.watch, self.recorder.watch = self.recorder.watch, self._watch
 
-    def answers(self, prompts: Iterator[tuple[int, torch.Tensor]]) -> Iterator[Answer]:
-        """The answers in the order in which they end."""
-        call, text, free = self.call, self.text, list(range(self.text.rows))
-        self.recorder.row_tokens, self.recorder.warnings = [], call.settings.warnings
+    def answers(self, take: Callable[[], Asked | None], waits: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        """Each text with its `Answer`, in the order in which they end.
+
+        take: the next text, if there is one now. waits: asked between rounds whether there is.
+        """
+        call, text = self.call, self.text
+        self.waits = waits
         while True:
             with running(call.inputs.model, self.drafter):
-                for row in list(free):
-                    if (found := next(prompts, None)) is not None:
-                        self._begin(row, *found)
-                        free.remove(row)
-                decode(call.target, self.drafting, text, call.distribution, call.length, None, self.recorder)
+                while self.free and (asked := take()) is not None:
+                    self._admit(self.free.pop(0), asked)
+                left = list(self._read_on())
+                text.ran = False
+                decode(call.target, self.drafting, text, self.distribution, call.length, None, self.recorder)
                 ended = list(text.take())
-            if not ended:
+                for row, asked, answer in ended:
+                    self._end(row, asked, answer)
+            if not (ended or left or self.reading or text.asked):
                 return
-            free += [row for row, _ in ended]
-            self.recorder.row_tokens += [text.row_tokens[row] for row, _ in ended]
-            for _, answer in ended:
-                yield answer
+            self.recorder.row_tokens += [text.row_tokens[row] for row, _, _ in ended]
+            for asked, answer in [*left, *((asked, answer) for _, asked, answer in ended)]:
+                yield asked, answer
 
-    def _begin(self, row: int, index: int, prompt: torch.Tensor) -> None:
-        width, target = len(prompt), self.call.target
+    def _admit(self, row: int, asked: Asked) -> None:
+        width, target = len(asked.prompt), self.call.target
         if width > target.context:
             raise ValueError(
-                f"prompts: number {index} has {width} tokens, but the target's context ends at {target.context}"
+                f"prompts: number {asked.index} has {width} tokens, but the target's context ends at {target.context}"
             )
-        self.text.begin(row, index, prompt, width + self.new if self.new is not None else max(self.most, width + 1))
+        if self.chunk is not None and type(target.cache) is SlotCache and not target.needs.states:
+            self.reading.append(Reading(self.call, row, asked, self.pool))
+            return
         started = now()
-        renew(target, row, prompt[None, :-1])
+        renew(target, row, asked.prompt[None, :-1])
         self.recorder.read_prompt(now() - started)
+        self._begin(row, asked)
+
+    def _read_on(self) -> Iterator[tuple[Asked, Answer]]:
+        """Read on in prompts, of which least has been read first. Returns those that nobody waits for any more."""
+        left = self.chunk or 0
+        for one in [one for one in self.reading if one.asked.left()]:
+            self.reading.remove(one)
+            self.free.append(one.row)
+            one.lent.close()
+            yield one.asked, Answer(one.asked.index, one.asked.prompt, len(one.asked.prompt))
+        while self.reading and left > 0:
+            one = min(self.reading, key=lambda one: one.read - one.known)
+            started = now()
+            left -= one.read_on(left)
+            seconds = now() - started
+            for recorder in filter(None, (self.recorder, one.asked.recorder)):
+                recorder.read_prompt(seconds)
+            if one.is_read:
+                self.reading.remove(one)
+                take_over(self.call.target.cache, one.row, one.slots)
+                if one.found is not None:
+                    self.lent[one.row] = one
+                self._begin(one.row, one.asked)
+
+    def _begin(self, row: int, asked: Asked) -> None:
+        """Begin with a text, of which the target has read all but the last token."""
+        self.text.begin(row, asked)
+        self.distribution.give(row, asked.distribution)
         self.call.length.renew(row)
         if self.drafting.drafting is not None:
             try:
                 self.drafting.drafting.renew(self.text, row)
             except Exception as error:
                 self.drafting.stop(f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.")
+
+    def _end(self, row: int, asked: Asked, answer: Answer) -> None:
+        """Free a row, and leave what was read to later calls."""
+        if asked.recorder is not None:
+            asked.recorder.row_tokens = [len(answer.new_tokens)]
+        self.distribution.give(row, None)
+        self.free.append(row)
+        if (one := self.lent.pop(row, None)) is not None:
+            one.leave(self.call.target.cache, answer.ids, self.drafter)
+
+    def _watch(self, round: Round) -> None:
+        if self.watch is not None:
+            self.watch(round)
+        rows = len(round.unfinished)
+        for row in round.unfinished:
+            if (recorder := self.text.asked[row].recorder) is not None:
+                shares = {name: getattr(round, name) / rows for name in ("draft_seconds", "verify_seconds")}
+                recorder.see(replace(round, unfinished=[row], **shares))
+
+    def close(self) -> None:
+        """Give up what is being written."""
+        for one in (*self.reading, *self.lent.values()):
+            one.lent.close()
+
+
+def asked_of(
+    inputs: LoopInputs, index: int, prompt: torch.Tensor, distribution: Distribution | None = None, **more: Any
+) -> Asked:
+    """What is asked of a row. inputs: that transformers has prepared. distribution: None makes one of these. The others: see
+    `Asked`. Raises ValueError for processors that must see the tokens of all rows one by one."""
+    if distribution is None:
+        distribution = Distribution(inputs.processors, inputs.config.do_sample)
+    if distribution.in_order:
+        raise ValueError("logits_processor: rows cannot come and go with one that is not known; call generate")
+    new, most, width = inputs.config.max_new_tokens, inputs.config.max_length, len(prompt)
+    ends = {t for one in inputs.criteria if type(one) is EosTokenCriteria for t in one.eos_token_id.flatten().tolist()}
+    criteria = StoppingCriteriaList([one for one in inputs.criteria if type(one) is StopStringCriteria])
+    limit = width + new if new is not None else max(most, width + 1)
+    return Asked(index, prompt, limit, distribution, frozenset(ends), criteria or None, inputs=inputs, **more)
 
 
 def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> None:

@@ -1,0 +1,217 @@
+"""Rows that come and go: whatever joins and leaves, each text is what its request gives alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from architectures import build, half_right, random_ids
+from pairs import BY_NAME, CALL, ENDS, tokenizer
+from test_many import DRAFTS
+from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
+from test_sampling import NEW_TOKENS as SAMPLED
+
+from assisted import AssistedModelForCausalLM, SessionPool
+from assisted.core.report import Recorder
+from assisted.distribution import Distribution, Draws
+from assisted.engine.runner import CachedModel
+from assisted.lengths.policies import Never
+from assisted.many.rows import Batch, Preparation, asked_of
+from assisted.many.texts import Answer, Asked
+
+pytestmark = pytest.mark.usefixtures("invariants")
+
+CHUNK = 5
+WORDS = tokenizer()
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"eos_token_id": None, "max_new_tokens": 9},
+    {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3},
+    {"do_sample": True, "top_k": 1},
+    {"do_sample": True, "top_k": 1, "min_new_tokens": 4, "temperature": 0.7},
+    {"stop_strings": ["a", "bc", "!"], "tokenizer": WORDS},
+]
+"""Of requests, each with one text. What depends on a prompt belongs to it alone."""
+
+
+class Requests:
+    """Requests to a batch, which come in some rounds, and whose clients leave after some tokens."""
+
+    def __init__(self, model: AssistedModelForCausalLM, rows: int, chunk: int | None = CHUNK):
+        self.model, self.rows, self.chunk, self.round = model, rows, chunk, 0
+        self.coming: list[tuple[int, Asked]] = []
+        self.pieces: dict[int, list[int]] = {}
+        self.batch: Any = None
+        self.prepared: dict[str, Any] = {}
+
+    def ask(
+        self, prompt: torch.Tensor, call: dict[str, Any], when: int = 0, patience: int = 999, seed: int | None = None
+    ) -> int:
+        key = str((call, len(prompt)))  # the same preparation serves requests that are alike
+        if key not in self.prepared:
+            generation = Preparation.of(self.model, None, call)
+            self.prepared[key] = generation, generation.inputs(prompt, call)
+        generation, inputs = self.prepared[key]
+        if self.batch is None:
+            self.batch = Batch(generation, inputs, self.rows, self.chunk)
+            self.batch.watch = self._watch
+        number = len(self.coming)
+        pieces = self.pieces[number] = list[int]()
+        about: dict[str, Any] = {"new": pieces.extend, "left": lambda: len(pieces) >= patience}
+        if seed is not None:
+            about["distribution"] = Distribution(inputs.processors, True, draws=Draws(1, seed))
+        self.coming.append((when, asked_of(inputs, number, prompt, recorder=Recorder(), **about)))
+        return number
+
+    def _watch(self, round: Any) -> None:
+        self.round += 1
+
+    def answers(self) -> dict[int, Answer]:
+        """All texts, by the number of their request."""
+        waiting = sorted(self.coming, key=lambda one: one[0])
+
+        def waits() -> bool:
+            return bool(waiting) and waiting[0][0] <= self.round
+
+        found: dict[int, Answer] = {}
+        while waiting:  # a batch without texts ends, and its round does not come
+            self.round = max(self.round, waiting[0][0])
+            for asked, answer in self.batch.answers(lambda: waiting.pop(0)[1] if waits() else None, waits):
+                assert asked.index not in found
+                found[asked.index] = answer
+        for number, answer in found.items():
+            assert answer.new_tokens.tolist() == self.pieces[number]
+        return found
+
+
+def mixed(requests: Requests, target: Any, seed: int, count: int = 10) -> dict[int, tuple[list[int], int]]:
+    """Ask for texts at random. Returns what each is alone, and after how many tokens its client leaves."""
+    draw, expected = random.Random(seed), {}
+    for number in range(count):
+        prompt = random_ids(target, 1, draw.choice([1, 2, 7, 23]), seed=100 * seed + number)[0]
+        call = CALL | {"eos_token_id": ENDS} | draw.choice(SETTINGS)
+        patience = draw.choice([999, 999, draw.randint(1, 8)])
+        at = requests.ask(prompt, call, draw.randint(0, 25), patience)
+        expected[at] = target.generate(prompt[None], **call)[0].tolist(), patience
+    return expected
+
+
+FAMILIES = ["llama", "gemma2", "gpt2", "gpt_neox", "qwen3_moe", "mistral"]
+DRAFTED = ["suffix", "ngram", "model", "draft tree", "list", "merged", "none"]
+
+
+@pytest.mark.parametrize(
+    "draft,family,rows",
+    [(draft, FAMILIES[at % len(FAMILIES)], 3 - 2 * (at % 3 == 2)) for at, draft in enumerate(DRAFTED * 2)],
+)
+def test_rows_that_come_and_go_have_the_texts_of_their_requests(draft: str, family: str, rows: int) -> None:
+    target = build(BY_NAME[family])
+    made, length = (DRAFTS[draft](target), 4) if draft != "none" else ("suffix", Never())
+    model = AssistedModelForCausalLM.from_models(target, made, draft_length=length)
+    requests = Requests(model, rows)
+    expected = mixed(requests, target, seed=len(draft) + rows)
+    for number, answer in requests.answers().items():
+        whole, patience = expected[number]
+        written = answer.ids.tolist()
+        assert written == whole[: len(written)], number
+        assert written == whole or len(answer.new_tokens) >= patience, number
+    recorders = [asked.recorder for _, asked in requests.coming]
+    assert [one.tokens for one in recorders] == [sum(one.row_tokens) for one in recorders]
+    assert sum(one.tokens for one in recorders) == requests.batch.recorder.tokens
+    assert sum(one.accepted for one in recorders) == requests.batch.recorder.accepted
+
+
+def sampled(requests: Requests, count: int, settings: list[dict[str, Any]], seeds: bool) -> dict[int, Answer]:
+    for number in range(count):
+        call = CALL | {"max_new_tokens": SAMPLED} | settings[number % len(settings)]
+        requests.ask(PROMPT[0], call, number // 3, seed=number if seeds and call["do_sample"] else None)
+    return requests.answers()
+
+
+@pytest.mark.parametrize("draft,seeds", [("model", False), ("model", True), ("suffix", False)])
+def test_drawn_rows_beside_others_follow_their_own_distribution(draft: str, seeds: bool) -> None:
+    """Rows with two temperatures and greedy rows in one batch."""
+    target = tiny(0)
+    made = towards(target, tiny(1)) if draft == "model" else "suffix"
+    model = AssistedModelForCausalLM.from_models(target, made, draft_length=2)
+    torch.manual_seed(12)
+    settings = [
+        {"do_sample": True, "top_k": 0},
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 3, "temperature": 0.6},
+    ]
+    requests = Requests(model, 48)
+    found = sampled(requests, SEQUENCES // 5, settings, seeds)
+    assert requests.batch.recorder.accepted > 0
+    greedy = target.generate(PROMPT, max_new_tokens=SAMPLED, do_sample=False)[0].tolist()
+    assert all(found[number].ids.tolist() == greedy for number in found if number % 3 == 1)
+    for kind in (0, 2):
+        ids = torch.stack([found[number].ids for number in sorted(found) if number % 3 == kind])
+        own = {name: value for name, value in settings[kind].items() if name != "do_sample"}
+        assert p_value(counts(ids), exact_distribution(target, **own)) > ALPHA
+
+
+@pytest.mark.parametrize("draft", ["model", "suffix", "draft tree"])
+def test_a_seed_gives_the_same_text_alone_and_beside_others(draft: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=3)
+    call = CALL | {"do_sample": True, "temperature": 0.8, "top_k": 9}
+    prompt = random_ids(target, 1, 11)[0]
+    texts = []
+    for seed in (5, 6):
+        alone = Requests(model, 1)
+        alone.ask(prompt, call, seed=seed)
+        texts.append(alone.answers()[0].ids.tolist())
+    among = Requests(model, 4)
+    mixed(among, target, seed=4)
+    numbers = [among.ask(prompt, call, when, seed=5 + when % 2) for when in (2, 5, 8)]
+    found = among.answers()
+    assert [found[number].ids.tolist() for number in numbers] == [texts[0], texts[1], texts[0]]
+    assert texts[0] != texts[1]
+
+
+def test_prompts_are_read_in_parts_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two rounds of a text, no more than a chunk is read; a short prompt does not wait for the end of a long one."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=2)
+    requests, events = Requests(model, 3), list[Any]()
+    own = CachedModel.prefill
+
+    def prefill(self: Any, ids: torch.Tensor, mask: Any) -> torch.Tensor:
+        events.append(ids.shape[1])
+        return own(self, ids, mask)
+
+    monkeypatch.setattr(CachedModel, "prefill", prefill)
+    texts = [random_ids(target, 1, width, seed=width)[0] for width in (3, 43, 4)]
+    call = CALL | {"max_new_tokens": 30}
+    for when, text in enumerate(texts):
+        requests.ask(text, call, when)
+    requests.batch.watch = lambda round: (events.append("round"), requests._watch(round))
+    found = requests.answers()
+    for number, text in enumerate(texts):
+        assert found[number].ids.tolist() == target.generate(text[None], **call)[0].tolist()
+    between = "".join("|" if one == "round" else f"{one} " for one in events).split("|")
+    assert max(sum(map(int, part.split())) for part in between[1:]) == CHUNK and between[1:4] == ["5 ", "3 2 ", "5 "]
+
+
+def test_what_others_have_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows take from a pool and leave there what they have read: for other rows, and for calls alone."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, half_right(target), draft_length=4, sessions=SessionPool())
+    text = random_ids(target, 1, 40)[0]
+    expected = target.generate(text[None], **CALL)[0]
+    assert model.generate(text[None], **CALL)[0].tolist() == expected.tolist()
+    turns = [torch.cat([expected, random_ids(target, 1, 20, seed=seed)[0]]) for seed in (1, 2)]
+    requests = Requests(model, 3)
+    for at, turn in enumerate([*turns, turns[0]]):
+        requests.ask(turn, CALL, 30 * at)
+    found = requests.answers()
+    cached = [asked.recorder.cached_tokens for _, asked in requests.coming]
+    assert cached[:2] == [len(expected) - 1] * 2 and cached[2] == len(turns[0]) - 1
+    for at, turn in enumerate([*turns, turns[0]]):
+        assert found[at].ids.tolist() == target.generate(turn[None], **CALL)[0].tolist()
+    third = torch.cat([found[1].ids, random_ids(target, 1, 9)[0]])[None]
+    assert model.generate(third, **CALL).tolist() == target.generate(third, **CALL).tolist()
+    assert model.report is not None and model.report.cached_tokens == len(found[1].ids) - 1

@@ -25,9 +25,11 @@ from assisted.cli.main import main
 from assisted.extras import install
 from assisted.lab.audit import Server as Audited
 from assisted.lab.audit import Settings, audit
+from assisted.many.reading import Reading
 from assisted.serving import Server
-from assisted.serving.answers import Line, Pieces
+from assisted.serving.answers import Answers, Pieces
 from assisted.serving.fields import Refused
+from assisted.serving.line import Line
 
 CHAT = {
     "messages": [{"role": "user", "content": "def mean(values):\n    total = 0\n"}],
@@ -522,6 +524,155 @@ def test_several_clients_at_once(server: Server) -> None:
     assert in_threads(ask, 3) == expected
 
 
+class Clients:
+    """Requests to `Answers` from threads of their own. `comes` is called in the next round; pieces are noted in their order."""
+
+    def __init__(self, model: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch):
+        self.model, self.answers, self.events = model, answers, list[tuple[int, str]]()
+        self.found: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+        self.left: list[threading.Event] = []
+        self.comes: Any = None
+        monkeypatch.setattr(model, "watch", self._watch)
+
+    def _watch(self, round: Any) -> None:
+        if self.comes is not None:
+            comes, self.comes = self.comes, None
+            comes()
+
+    def ask(self, body: dict[str, Any]) -> int:
+        number = len(self.threads)
+        self.left.append(threading.Event())
+
+        def write() -> None:
+            try:
+                show = lambda choice, piece: self.events.append((number, piece))  # noqa: E731
+                self.found[number] = self.answers.write(body, "messages" in body, show, self.left[number])
+            except Exception as error:
+                self.found[number] = error
+
+        inside = sum(self.answers.line.counts)
+        self.threads.append(threading.Thread(target=write, daemon=True))
+        self.threads[number].start()
+        until = time.monotonic() + 60
+        while sum(self.answers.line.counts) <= inside and self.threads[number].is_alive():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return number
+
+    def end(self) -> dict[int, Any]:
+        for thread in self.threads:
+            thread.join(120)
+        assert self.answers.line.counts == (0, 0)
+        return self.found
+
+
+@pytest.fixture
+def clients(model: Any, server: Server, monkeypatch: pytest.MonkeyPatch) -> Clients:
+    return Clients(model, Answers(server.answers.pairs, "target", 64, 60.0, 4, 8), monkeypatch)
+
+
+ENDLESS = {"prompt": "def a", "max_tokens": 40, "temperature": 0, "draft": "zoo:draft"}
+
+
+def test_a_second_client_is_answered_while_the_first_is(
+    clients: Clients, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's call goes on in a row, and what it has read is not read again; the second one's first token comes before
+    the first one's last, and a third one, who cannot join, has the next turn."""
+    other, read = ENDLESS | {"prompt": "import os\n" * 9, "max_tokens": 12}, list[int]()
+    first = ENDLESS | {"prompt": "class Queue:\n    def push(self, value):\n        self.values.append(value)\n"}
+    own = Reading.read_on
+    monkeypatch.setattr(Reading, "read_on", lambda one, most: read.append(own(one, most)) or read[-1])
+    clients.comes = lambda: [clients.ask(other), clients.ask(ENDLESS | {"n": 2, "max_tokens": 5})]
+    clients.ask(first)
+    found = clients.end()
+    for number, body in enumerate((first, other)):
+        ids = model.tokenizer(body["prompt"]).input_ids
+        expected = alone(model, ids, body["max_tokens"])
+        assert found[number]["choices"][0]["text"] == model.tokenizer.decode(expected, skip_special_tokens=True)
+        assert found[number]["report"]["ran"] == "rows" and found[number]["report"]["new_tokens"] == len(expected)
+        assert found[number]["report"]["row_tokens"] == (len(expected),)
+    assert sum(read) == len(model.tokenizer(other["prompt"]).input_ids) - 1 and max(read) == 8
+    order = [number for number, _ in clients.events]
+    assert order.index(1) < len(order) - 1 - order[::-1].index(0)
+    assert found[2]["report"]["ran"] == "alone: n is 2"
+    text = clients.answers.metrics.text(0, 0)
+    assert 'assisted:answers_total{model_name="target",way="rows"} 2' in text
+    assert 'assisted:answers_total{model_name="target",way="alone"} 1' in text
+
+
+def test_a_client_alone_is_answered_as_without_rows(server: Server, model: Any, clients: Clients) -> None:
+    """In as many forward passes, over one row each."""
+    calls: list[int] = []
+    clients.comes = None
+    model.watch = lambda round: calls.append(len(round.kept))
+    other = Answers(server.answers.pairs, "target", 64, 60.0, 1)
+    found = [answers.write(dict(ENDLESS), False) for answers in (other, clients.answers, other)]
+    assert found[1]["report"]["target_passes"] == found[0]["report"]["target_passes"] and {*calls} == {1}
+    assert [one["report"]["ran"].split(":")[0] for one in found] == ["alone"] * 3 and found[1]["report"][
+        "ran"
+    ] == "alone"
+    assert found[1]["choices"] == found[0]["choices"] == found[2]["choices"]
+
+
+def test_a_client_that_leaves_frees_its_row(clients: Clients, model: Any) -> None:
+    def come() -> None:
+        numbers = [clients.ask(ENDLESS | {"prompt": text, "max_tokens": 900}) for text in ("class A", "for x in")]
+        clients.comes = lambda: [clients.left[number].set() for number in (0, *numbers)]
+
+    clients.comes = come
+    clients.ask(ENDLESS | {"max_tokens": 900})
+    last = clients.ask(ENDLESS | {"max_tokens": 12})
+    found = clients.end()
+    assert all(isinstance(found[number], ConnectionAbortedError) for number in range(4) if number != last)
+    expected = alone(model, model.tokenizer(ENDLESS["prompt"]).input_ids, 12)
+    assert found[last]["choices"][0]["text"] == model.tokenizer.decode(expected)
+
+
+def test_a_seed_gives_one_text_whoever_else_asks(clients: Clients) -> None:
+    body = ENDLESS | {"temperature": 1.0, "seed": 7, "max_tokens": 20}
+    first = clients.answers.write(body, False)["choices"][0]["text"]
+    clients.comes = lambda: [clients.ask(body), clients.ask(body | {"seed": 8}), clients.ask(ENDLESS | {"top_k": 3})]
+    clients.ask(ENDLESS)
+    found = clients.end()
+    assert found[1]["choices"][0]["text"] == first != found[2]["choices"][0]["text"]
+    assert found[0]["choices"] == found[3]["choices"] and found[2]["report"]["ran"] == "rows"
+
+
+@pytest.mark.parametrize("stop", ["return", "\n    ", ["urn", "("]])
+def test_stop_strings_of_rows(clients: Clients, stop: Any) -> None:
+    body = ENDLESS | {"stop": stop}
+    expected = clients.answers.write(body, False)["choices"]
+    clients.comes = lambda: [clients.ask(body), clients.ask(ENDLESS)]
+    clients.ask(body | {"draft": "zoo:draft"})
+    found = clients.end()
+    assert found[0]["choices"] == found[1]["choices"] == expected and found[2]["choices"] != expected
+
+
+def test_drafts_that_rows_cannot_run_are_told(model: Any, server: Server) -> None:
+    pairs = {"recycle": AssistedModelForCausalLM.from_models(model.target, "recycle", 4, tokenizer=model.tokenizer)}
+    answers = Answers(pairs, "target", 64, 60.0, 4)
+    found = answers.write(TEXT, False)
+    assert found["report"]["ran"].startswith("alone: draft: ")
+    assert found["choices"] == server.answers.write(TEXT, False)["choices"]
+
+
+def test_an_error_in_a_batch_ends_its_rows_alone(clients: Clients, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("out of order")
+
+    def come() -> None:
+        clients.ask(ENDLESS)
+        monkeypatch.setattr("assisted.many.rows.take_over", fail)
+
+    clients.comes = come
+    clients.ask(ENDLESS)
+    assert all("out of order" in str(error) for error in clients.end().values())
+    monkeypatch.undo()
+    assert clients.answers.write(ENDLESS, False)["report"]["ran"] == "alone"
+
+
 def test_an_audit_finds_nothing(server: Server, model: Any) -> None:
     subject = Audited(f"http://127.0.0.1:{server.server_port}/v1", model.tokenizer)
     prompts = [model.tokenizer(text).input_ids for text in ("def mean(values):\n", "class Queue:\n    def push(")]
@@ -867,7 +1018,7 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
             "suffix": None,
             "zoo:draft": 64,
         }
-        assert (given[0], *given[3:]) == ("target", keys.pop(), ["http://a", "*"], 3)
+        assert (given[0], *given[3:]) == ("target", keys.pop(), ["http://a", "*"], 3, 2, 64)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("assisted.serving.Server", stopped)
@@ -885,7 +1036,20 @@ def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> N
         "--name",
         "target",
     ]
-    argv += ["--device", "cpu", "--allow-origin", "http://a", "--allow-origin", "*", "--queue", "3"]
+    argv += [
+        "--device",
+        "cpu",
+        "--allow-origin",
+        "http://a",
+        "--allow-origin",
+        "*",
+        "--queue",
+        "3",
+        "--rows",
+        "2",
+        "--chunk",
+        "64",
+    ]
     assert main([*argv, "--api-key", "given"]) == 130
     assert main(argv) == 130 and not keys
 

@@ -14,7 +14,7 @@ from .arguments import add_loading, add_target, loading, option, print_json, req
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Put `serve` into the parser. command: makes a parser with a function to run and a text."""
-    text = "answer requests with OpenAI's protocol, one after the other, with a report on the drafts of each"
+    text = "answer requests with OpenAI's protocol, a few at a time, with a report on the drafts of each"
     serve = command("serve", _serve, text, page="serve")
     add_target(serve, serve, "Hub id, folder, saved pair, or zoo: name")
     choose = "may be given several times: requests choose, and the first is the default"
@@ -27,6 +27,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     option(serve, "--api-key", key, metavar="KEY")
     option(serve, "--allow-origin", "web pages that may ask; * for all", action="append", metavar="ORIGIN")
     option(serve, "--queue", "requests that may wait", 64, metavar="N")
+    option(serve, "--rows", "requests answered together; 1 answers one after the other", 4, metavar="N")
+    option(serve, "--chunk", "tokens of new prompts read between two pieces of other answers", 256, metavar="N")
     add_loading(serve)
 
 
@@ -58,11 +60,14 @@ def _serve(args: argparse.Namespace) -> None:
         else:
             report = entry.get("report", {})
             said = f"{report['new_tokens']} tokens, {report['tokens_per_pass']:.2f} per forward pass" if report else ""
+            said += f", {report['ran']}" if report else ""
             said = entry.get("error", {}).get("message", said)
             print(f"{entry['status']} {entry['path']} {entry['seconds']:.2f} s {said}", file=sys.stderr)
 
     key = args.api_key or os.environ.get("ASSISTED_API_KEY") or None
-    with Server(pairs, name, (args.host, args.port), log, key, args.allow_origin or [], args.queue) as server:
+    with Server(
+        pairs, name, (args.host, args.port), log, key, args.allow_origin or [], args.queue, args.rows, args.chunk
+    ) as server:
         url = f"http://{args.host}:{server.server_port}/v1"
         if args.json:
             print_json({"url": url, "model": name, "drafts": list(server.answers.pairs)}, indent=None)

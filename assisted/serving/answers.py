@@ -1,6 +1,6 @@
 """Requests answered by pairs of one target: prompts, settings of `generate`, pieces of text, tool calls, log probabilities.
 
-Knows `generate` and `fields`; nothing of HTTP. One call at a time: `Line` is the place for a scheduler of rows.
+Knows `generate` and `fields`; nothing of HTTP. Requests run one at a time (`line`), or as rows of a batch (`together`).
 """
 
 from __future__ import annotations
@@ -11,28 +11,41 @@ import re
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
+from ..core.host import now
+from ..core.report import Recorder, Report
 from ..extras import install
 from ..grammars import GrammarProcessor
 from ..lengths.policies import Never
+from ..many.rows import CHUNK
 from ..modeling import AssistedModelForCausalLM
 from . import fields
 from .fields import CHAT, TEXT, Refused
+from .line import Line, Place, require_client
 from .metrics import Metrics
+from .together import Together, Until, in_row
 
 NO_DRAFT = "none"
-LEFT = "the client has left"
 _CALL, _CALL_ENDS = "<tool_call>", "</tool_call>"  # Hermes' and Qwen's, with JSON between them
 _SPACES = {"whitespace_pattern": r"[\x20\n\r\t]{0,32}"}  # JSON allows any number, and a model may repeat them
 _OF_THE_TEMPLATE = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_SUMS = (
+    "new_tokens",
+    "target_passes",
+    "drafted",
+    "accepted",
+    "seconds",
+    "draft_seconds",
+    "verify_seconds",
+    "prompt_seconds",
+)
 Show = Callable[[int, str], None]
 
 
@@ -76,12 +89,20 @@ class Pieces:
         """The text ends."""
         self._emit(last=True)
 
+    @property
+    def ended(self) -> bool:
+        """Whether an end token or a stop string has come."""
+        return not self.ends.isdisjoint(self.ids[-1:]) or any(one in self._decoded() for one in self.stop)
+
     def rest(self) -> str:
         """What was held back."""
         return self.text[len(self.shown) :]
 
+    def _decoded(self) -> str:
+        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
     def _emit(self, last: bool) -> None:
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._decoded()
         places = [place for one in self.stop if (place := text.find(one)) >= 0]
         self.stopped = bool(places)
         self.text = text = text[: min(places, default=None)]
@@ -115,55 +136,18 @@ class Rows(BaseStreamer):
         """Take a further token of each row, [n] int64, or several of the only one; the first ones are the prompts."""
         require_client(self.left)
         if not self.reads:
-            self.first = self.first or time.monotonic()
             tokens = value.flatten().tolist()
-            for row, new in zip(self.rows, [tokens] if len(self.rows) == 1 else [[one] for one in tokens], strict=True):
-                row.add(new)
+            self.add([tokens] if len(self.rows) == 1 else [[one] for one in tokens])
         self.reads = False
 
+    def add(self, tokens: list[list[int]]) -> None:
+        """Take further tokens of each row."""
+        self.first = self.first or time.monotonic()
+        for row, new in zip(self.rows, tokens, strict=True):
+            row.add(new)
+
     def end(self) -> None:
-        """The texts end."""
-        for row in self.rows:
-            row.end()
-
-
-def require_client(left: threading.Event | None) -> None:
-    """Raise ConnectionAbortedError once nobody waits for the answer."""
-    if left is not None and left.is_set():
-        raise ConnectionAbortedError(LEFT)
-
-
-class Line:
-    """Whose turn it is: first come, first served, one at a time.
-
-    most: that may wait. seconds: for which one may.
-    """
-
-    def __init__(self, most: int, seconds: float):
-        self.most, self.seconds = most, seconds
-        self.waiting: deque[object] = deque()  # the first one's turn it is
-        self.changed = threading.Condition()
-
-    @contextmanager
-    def turn(self, left: threading.Event | None) -> Iterator[None]:
-        """Wait for a turn, and have it. Raises Refused if too many wait or it takes too long, and as `require_client`."""
-        me, until = object(), time.monotonic() + self.seconds
-        with self.changed:
-            if len(self.waiting) > self.most:
-                raise Refused(f"queue: {self.most} requests are waiting already; ask again later", 503)
-            self.waiting.append(me)
-        try:
-            with self.changed:
-                while self.waiting[0] is not me:
-                    self.changed.wait(0.5)
-                    require_client(left)
-                    if time.monotonic() > until and self.waiting[0] is not me:
-                        raise Refused(f"queue: no turn within {self.seconds:g} s; ask again later", 503)
-            yield
-        finally:
-            with self.changed:
-                self.waiting.remove(me)
-                self.changed.notify_all()
+        """A call is over; the texts may go on in rows of a batch."""
 
 
 class Answers:
@@ -173,6 +157,7 @@ class Answers:
         pairs: of one target, by the names of their drafts, the default first. "none" is added, which drafts nothing.
         name: of the model, for requests.
         queue, waits_for: how many requests may wait for their turn, and for how many seconds.
+        rows, chunk: how many requests are answered together, and of how many tokens their prompts are read at a time.
 
     Attributes:
         logits_bytes: that the logits of an answer may take until it ends, and its log probabilities are computed.
@@ -182,7 +167,15 @@ class Answers:
 
     logits_bytes = 2**30
 
-    def __init__(self, pairs: Mapping[str, AssistedModelForCausalLM], name: str, queue: int, waits_for: float):
+    def __init__(
+        self,
+        pairs: Mapping[str, AssistedModelForCausalLM],
+        name: str,
+        queue: int,
+        waits_for: float,
+        rows: int = 1,
+        chunk: int = CHUNK,
+    ):
         if not pairs:
             raise ValueError("pairs: there are none; give at least one, by the name of its draft")
         first = next(iter(pairs.values()))
@@ -197,6 +190,7 @@ class Answers:
         ends = first.generation_config.eos_token_id
         self.ends = frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
         self.line, self.metrics = Line(queue, waits_for), Metrics(name)
+        self.together = Together(self.line, rows, chunk)
         self._library: Any = None  # of grammars, with the tokenizer as it wants it
 
     def write(
@@ -228,20 +222,43 @@ class Answers:
             call["logits_processor"] = [self._grammar(fields.schema(body["response_format"]))]
         held = _CALL if tools and _CALL in self.tokenizer.get_chat_template() else ""
 
-        def row(number: int) -> Pieces:
+        def pieces(number: int) -> Pieces:
             shows = None if show is None else lambda piece: show(number, piece)
             return Pieces(self.tokenizer, stop, shows, self.ends, held)
 
-        rows, pair = Rows([row(number) for number in range(count)], left), self.pairs[draft]
-        given = torch.tensor([ids] * count, device=pair.device)
-        queued = time.monotonic()
-        with self.line.turn(left):
+        rows, pair = Rows([pieces(number) for number in range(count)], left), self.pairs[draft]
+        why = self._why_alone(body, count)
+        seed, counted, before = body.get("seed"), Recorder(), list[Any]()
+
+        def asked(generation: Any) -> Any:
+            counted.started = now()
+            rest = call | {"max_new_tokens": call["max_new_tokens"] - len(rows.rows[0].ids)}
+            about = {"new": lambda new: rows.add([new]), "left": lambda: left is not None and left.is_set()}
+            return in_row(generation, ids + rows.rows[0].ids, rest, seed, counted, **about)
+
+        key = (draft, repr(call["draft_length"])) if why is None else None
+        place, queued = Place(key, asked), time.monotonic()
+        output: Any = None
+        with self.line.turn(left, place):
             self.metrics.observe("vllm:request_queue_time_seconds", time.monotonic() - queued)
-            if "seed" in body:
-                torch.manual_seed(body["seed"])
-            output: Any = pair.generate(given, attention_mask=torch.ones_like(given), streamer=rows, **call)
-            report = pair.report
-        assert report is not None
+            if key is not None and not place.joined:
+                why = self.together.why_alone(key, pair, ids, call)
+            if not place.joined and (why is not None or not self._starts_together(key, body, call)):
+                until = None if why is not None else Until(lambda: self.line.has_next(key))
+                output = self._alone(pair, [ids] * count, rows, call, body, until)
+                before.append(pair.report)
+                goes_on = until is not None and until.stopped and len(rows.rows[0].ids) < call["max_new_tokens"]
+            else:
+                goes_on = True
+            if goes_on and not place.joined and not rows.rows[0].ended:
+                self.together.begin(key, place, pair, ids, call)
+        if place.joined:
+            place.wait(left)
+        for made in rows.rows:
+            made.end()
+        report = _sum(*before, *([counted.report()] if place.joined else []))
+        way = "rows" if place.joined else "alone"
+        self.metrics.add("assisted:answers_total", 1, f'way="{way}"')
         several = body.get("parallel_tool_calls", True)
         choices = [self._choice(one, call["max_new_tokens"], held, several) for one in rows.rows]
         if top is not None:
@@ -255,7 +272,35 @@ class Answers:
         self.metrics.observe("vllm:time_to_first_token_seconds", rows.first - arrived)
         self.metrics.observe("vllm:e2e_request_latency_seconds", time.monotonic() - arrived)
         self.metrics.answered(usage, report.to_dict(), [one["finish_reason"] for one in choices])
-        return {"choices": choices, **found, "report": report.to_dict() | {"draft": draft}}
+        about = {"draft": draft, "ran": way if way == "rows" or why is None else f"alone: {why}"}
+        return {"choices": choices, **found, "report": report.to_dict() | about}
+
+    def _why_alone(self, body: dict[str, Any], count: int) -> str | None:
+        """Why a request has to be answered alone, as far as its fields tell."""
+        if self.together.rows == 1:
+            return "the server has one row"
+        return next((f"it has {name}" for name in ("response_format", "logprobs") if name in body), None) or (
+            f"n is {count}" if count > 1 else None
+        )
+
+    def _starts_together(self, key: Any, body: dict[str, Any], call: dict[str, Any]) -> bool:
+        """Whether a request begins in a row: others wait for it, or its seed must give the same text beside others."""
+        return self.line.has_next(key) or ("seed" in body and call["do_sample"])
+
+    def _alone(
+        self,
+        pair: Any,
+        ids: list[list[int]],
+        rows: Rows,
+        call: dict[str, Any],
+        body: dict[str, Any],
+        until: Until | None,
+    ) -> Any:
+        given = torch.tensor(ids, device=pair.device)
+        if "seed" in body:
+            torch.manual_seed(body["seed"])
+        ends = {} if until is None else {"stopping_criteria": [until]}
+        return pair.generate(given, attention_mask=torch.ones_like(given), streamer=rows, **call, **ends)
 
     def _choice(self, row: Pieces, most: int, held: str, several: bool) -> dict[str, Any]:
         """One text of an answer. several: it may have more than one call of a tool."""
@@ -374,6 +419,15 @@ class Answers:
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+
+def _sum(first: Report, *others: Report) -> Report:
+    """The report of a text that was begun alone and went on in a row."""
+    for one in others:
+        sums = {name: getattr(first, name) + getattr(one, name) for name in _SUMS}
+        tokens = (sum(first.row_tokens) + sum(one.row_tokens),)
+        first = replace(one, **sums, cached_tokens=first.cached_tokens, row_tokens=tokens)
+    return first
 
 
 def _likely(logits: torch.Tensor, token: int, top: int) -> tuple[int, dict[int, float]]:

@@ -27,6 +27,7 @@ _HELP = {
     "vllm:time_to_first_token_seconds": "time from a request's arrival to its first token",
     "vllm:e2e_request_latency_seconds": "time from a request's arrival to its last token",
     "assisted:requests_total": "requests by their HTTP status",
+    "assisted:answers_total": "answers by how they were written, as rows of a batch or alone",
     "assisted:target_passes_total": "forward passes of the target over a row",
     "assisted:draft_seconds_total": "time spent drafting",
     "assisted:verify_seconds_total": "time spent in the target's forward passes over drafts",

@@ -19,10 +19,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ..core.host import now
+from ..many.rows import CHUNK
 from ..modeling import AssistedModelForCausalLM
 from . import fields
-from .answers import LEFT, Answers, Show
+from .answers import Answers, Show
 from .fields import CHAT, TEXT, Refused
+from .line import LEFT
 
 __all__ = ["Refused", "Server"]
 
@@ -42,6 +44,8 @@ class Server(ThreadingHTTPServer):
         key: that requests must have as `Authorization: Bearer KEY`, all but those for `/health`; None asks for none.
         origins: of web pages whose scripts may ask, such as "https://example.org", or "*" for all; no others may.
         queue: how many requests may wait for their turn.
+        rows: how many requests are answered together, as far as that is possible; 1 answers one after the other.
+        chunk: tokens of prompts that are read between two pieces of other answers.
 
     Attributes, all but the last in seconds:
         arrives_in: within which a request must be here.
@@ -51,7 +55,7 @@ class Server(ThreadingHTTPServer):
         waits_for: for which a request may wait for its turn.
         connections: that may be open at once; further ones get status 503.
 
-    Raises ValueError if there is no pair, or no tokenizer.
+    Raises ValueError if there is no pair, or no tokenizer, and for fewer rows or tokens than 1.
     """
 
     arrives_in, takes_in, looks_every, drains_for = 60.0, 30.0, 0.5, 5.0
@@ -68,10 +72,12 @@ class Server(ThreadingHTTPServer):
         key: str | None = None,
         origins: Sequence[str] = (),
         queue: int = 64,
+        rows: int = 4,
+        chunk: int = CHUNK,
     ):
         if key is not None and not key.isascii():
             raise ValueError("key: it goes into a header of HTTP, so give ASCII characters only")
-        self.answers = Answers(pairs, name, queue, self.waits_for)
+        self.answers = Answers(pairs, name, queue, self.waits_for, rows, chunk)
         self.name, self.log, self.key, self.origins = name, log, key, origins
         self.started, self.open, self.counting = int(time.time()), 0, threading.Lock()
         super().__init__(address, _Handler)
@@ -141,9 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
         known: dict[str, Any] = {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": [model]}}
         known[f"/v1/models/{self.server.name}"] = model
         if path == "/metrics":
-            inside = len(answers.line.waiting)
             self._head(200, "text/plain; version=0.0.4; charset=utf-8")
-            self.wfile.write(answers.metrics.text(min(inside, 1), max(0, inside - 1)).encode())
+            self.wfile.write(answers.metrics.text(*answers.line.counts).encode())
             self._log(200, {})
         elif path in known:
             self._send(200, known[path])

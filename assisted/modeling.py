@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
 from . import lengths
 from .calls.admission import going_on, require_tensors, warn_plain, why_outside_the_loop
@@ -409,6 +410,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         rows: int = 8,
         *,
         draft_length: int | str | lengths.DraftLength | None = None,
+        progress: bool = False,
         **kwargs: Any,
     ) -> Iterator[Answer]:
         """Answers to any number of prompts, of which `rows` are decoded together, with drafts.
@@ -421,6 +423,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 iterable one at a time, when there is room.
             rows: maximum number of texts at a time. Answers arrive in the order in which they end.
             draft_length: for this call, instead of the model's.
+            progress: show a bar with the number of answers, unless transformers' bars are disabled.
             **kwargs: of `generate`, for all prompts. `max_new_tokens` counts for each of them.
 
         The target's rows must not advance in lockstep, and drafts must come from text or from a draft model. Counts are in
@@ -430,12 +433,15 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         """
         require_known(kwargs, self.generate_many)
         call = Preparation.of(self, draft_length, kwargs)
-        return self._finishing(generate_many(call, prompts, rows, kwargs), call)
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        return self._finishing(generate_many(call, prompts, rows, kwargs), call, total, progress)
 
-    def _finishing(self, answers: Iterator[Answer], call: Preparation) -> Iterator[Answer]:
+    def _finishing(
+        self, answers: Iterator[Answer], call: Preparation, total: int | None, progress: bool
+    ) -> Iterator[Answer]:
         """The same answers. At their end, or when nobody wants more, the call is counted."""
         try:
-            yield from answers
+            yield from logging.tqdm(answers, total=total, unit="text") if progress else answers
         finally:
             call.end()
 

@@ -167,6 +167,16 @@ def test_ways_to_give_a_prompt() -> None:
     assert list(model.generate_many([], **CALL)) == []
 
 
+def test_progress_is_shown_if_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    target, model = pair()
+    for prompts_given, shown in ((prompts(target, 4), "4/4"), (iter(prompts(target, 4)), "4text")):
+        found = {one.index: one.ids.tolist() for one in model.generate_many(prompts_given, progress=True, **CALL)}
+        assert found == alone(target, prompts(target, 4), **CALL)
+        assert shown in capsys.readouterr().err
+    list(model.generate_many(prompts(target, 4), **CALL))
+    assert not capsys.readouterr().err
+
+
 def test_past_outputs_are_remembered_without_prompts() -> None:
     target, _ = pair()
     model = AssistedModelForCausalLM.from_models(target, Suffix(remember=True), draft_length=4)

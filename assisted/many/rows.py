@@ -92,7 +92,7 @@ class Preparation(Generation):
         self.settings.over = True
         self.recorder.once_seconds = self.settings.spent_once
         self.lengths.end()
-        self.pair._count(self.recorder)
+        self.pair._count(self.recorder, self.lengths if self.recorder.tokens else None)
 
     def _loop(self, inputs: LoopInputs) -> Any:
         if inputs.config.get_generation_mode() not in ("greedy_search", "sample"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -116,7 +117,8 @@ def test_rows_that_come_and_go_have_the_texts_of_their_requests(draft: str, fami
         whole, patience = expected[number]
         written = answer.ids.tolist()
         assert written == whole[: len(written)], number
-        assert written == whole or len(answer.new_tokens) >= patience, number
+        new, all_new = len(answer.new_tokens), len(whole) - answer.prompt_tokens
+        assert new == all_new <= patience + 4 or patience <= new <= patience + 4, number  # rounds have at most 5 tokens
     recorders = [asked.recorder for _, asked in requests.coming]
     assert [one.tokens for one in recorders] == [sum(one.row_tokens) for one in recorders]
     assert sum(one.tokens for one in recorders) == requests.batch.recorder.tokens
@@ -164,12 +166,29 @@ def test_a_seed_gives_the_same_text_alone_and_beside_others(draft: str) -> None:
         alone = Requests(model, 1)
         alone.ask(prompt, call, seed=seed)
         texts.append(alone.answers()[0].ids.tolist())
+    undrafted = Requests(AssistedModelForCausalLM.from_models(target, "suffix", Never()), 1)
+    undrafted.ask(prompt, call, seed=5)
+    assert undrafted.answers()[0].ids.tolist() == texts[0]
     among = Requests(model, 4)
     mixed(among, target, seed=4)
     numbers = [among.ask(prompt, call, when, seed=5 + when % 2) for when in (2, 5, 8)]
     found = among.answers()
     assert [found[number].ids.tolist() for number in numbers] == [texts[0], texts[1], texts[0]]
     assert texts[0] != texts[1]
+
+
+def test_a_row_that_joins_has_its_own_drafts_and_its_own_limit() -> None:
+    """All drafts of a copy of the target are right, so a round has as many tokens as its limit allows."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, copy.deepcopy(target), draft_length=4)
+    requests = Requests(model, 2)
+    for at, new in enumerate((30, 7, 12, 3)):
+        requests.ask(random_ids(target, 1, 9 + at, seed=at)[0], CALL | {"max_new_tokens": new}, at)
+    found = requests.answers()
+    for number, new in enumerate((30, 7, 12, 3)):
+        recorder = requests.coming[number][1].recorder
+        assert len(found[number].new_tokens) == new and recorder is not None
+        assert recorder.target_passes == -(-new // 5)
 
 
 def test_prompts_are_read_in_parts_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

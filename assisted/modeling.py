@@ -426,7 +426,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             progress: show a bar with the number of answers, unless transformers' bars are disabled.
             **kwargs: of `generate`, for all prompts. `max_new_tokens` counts for each of them.
 
-        The target's rows must not advance in lockstep, and drafts must come from text or from a draft model. Counts are in
+        The target's rows must not advance in lockstep, and drafts must be able to begin another text in one row. Counts are in
         `report` when the iterator ends.
 
         Raises ValueError with the name of what this does not support.

@@ -114,7 +114,7 @@ def assemble(
     model, drafter = inputs.model, pair.drafter
     session = past if isinstance(past, Session) else None
     settings.outlives = session is not None
-    masks = masks_of(model, settings.trust_in(model), settings.fuses)
+    masks = masks_of(model, settings.trust_in(model), settings.fuses, settings.refills)
     known, cache = _slots(inputs, text, past, masks)
     cache.hide(inputs.mask)
     prepared = prepare(model, settings)

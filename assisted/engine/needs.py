@@ -84,9 +84,13 @@ class States(Mapping[int, torch.Tensor]):
         self._taps, self._cache = taps, cache
 
     def __getitem__(self, index: int) -> torch.Tensor:
+        return self._cache.spread(self.of_running(index))
+
+    def of_running(self, index: int) -> torch.Tensor:
+        """The same of the rows that ran alone, [R, n, D]."""
         if index not in self._taps:
             raise KeyError(f"hidden state {index} is not among the drafter's needs, or of an earlier forward pass")
-        return self._cache.spread(self._taps[index].hidden)
+        return self._taps[index].hidden
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._taps)

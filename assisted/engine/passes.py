@@ -181,7 +181,8 @@ def by_groups(
     apart: bool,
     alike: bool = False,
 ) -> torch.Tensor:
-    """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold all rows' states.
+    """Read a prompt of `width` columns, in the groups of rows that take the least work. Taps then hold the states of all rows
+    that run.
 
     read: a forward pass over given rows, starting at a given column, that returns the output at the last column,
     [rows, 1, ...]. apart: whether rows may be read apart; otherwise all are read at once. alike: read each
@@ -194,6 +195,9 @@ def by_groups(
     parts: list[Group] = groups(cache.visible, rows, device, alike) if apart else [(rows, 0)]
     if parts == [(cache.order, 0)]:
         return read(rows, 0)
+    if parts == [(cache.running, 0)]:
+        with cache.reading(rows, 0):
+            return cache.spread(read(rows, 0))
     last: torch.Tensor | None = None
     states: list[torch.Tensor] = []
     for rows, first in parts:

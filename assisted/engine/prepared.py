@@ -27,6 +27,7 @@ class CallSettings:
 
     mode: str = "eager"  # one of `fast.graphs.MODES`
     bits: bool = False  # a column's bits must not depend on what else a forward pass computes
+    refills: bool = False  # a row gets another text when its own has ended, so that rows can't advance in lockstep
     over: bool = False  # the call has returned, so the next one may use the captured forward passes
     outlives: bool = False  # a session keeps the slots of the target and of the drafter after the call
     spent_once: float = 0.0  # seconds that the call has spent so far on one-time work, mainly captures

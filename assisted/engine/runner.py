@@ -74,6 +74,7 @@ class CachedModel(Runner):
 
         After `SlotCache.go_on`, the prompt's further columns, without a mask.
         """
+        self._begin_states()
         self.cache.hide(attention_mask)
         past = max((layer.filled for layer in self.cache.slot_layers), default=0) - min(0, *self.cache.padding)
 
@@ -102,11 +103,15 @@ class CachedModel(Runner):
         used: how many columns of each row are needed, None for all; the others may be after the end of the context.
         Returns [B, n, V], zeros for rows that don't run.
         """
-        self.states.end()
-        self.states = States(self.prepared.taps, self.cache)
+        self._begin_states()
         begun, self.begun = self.begun, None
         logits = None if begun is None else begun(ids, draft, used)
         return self.passes.run(self, ids, draft, used) if logits is None else logits
+
+    def _begin_states(self) -> None:
+        """Let `states` become those of the next forward pass."""
+        self.states.end()
+        self.states = States(self.prepared.taps, self.cache)
 
     def run_only(self, rows: list[int]) -> None:
         if not self.needs.split:  # the states of the columns begun are those of all rows

@@ -337,17 +337,16 @@ def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> Slo
 
 
 def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
-    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding."""
-    cache, lengths = runner.cache, list(runner.cache.lengths)
-    runner.run_only([row])
-    cache.start = None  # as if it were the prompt
-    for layer in cache.slot_layers:
-        layer.filled = 0
-    if ids.shape[1]:
-        runner.prefill(ids.expand(cache.rows, -1), None)
-    cache.padding[row] = 0  # a window may have dropped slots of the row's last text
-    cache.lengths = [ids.shape[1] if other == row else length for other, length in enumerate(lengths)]
-    cache.start = max(cache.lengths)
+    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding. Of `states`,
+    `of_running` are then the row's, [1, n, D]; there are none if n is 0."""
+    with runner.cache.renewing(row, ids.shape[1]):
+        runner.states.end()
+        if ids.shape[1]:
+            runner.prefill(ids.expand(runner.cache.rows, -1), None)
+        elif not (runner.cache.can_rewind or runner.cache.states()):
+            # states get their shapes from a token that does not count
+            runner.prefill(ids.new_zeros(runner.cache.rows, 1), None)
+            runner.states.end()
 
 
 def take_over(cache: SlotCache, row: int, one: SlotCache) -> None:

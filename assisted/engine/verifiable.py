@@ -233,14 +233,29 @@ def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust) -> str | None
     return _tried(model, trusted, ("reads on", masks.trees), trial, "reading on from a state")
 
 
-def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> Masks:
+def obstacle_to_refills(model: PreTrainedModel, trusted: Trust) -> str | None:
+    """Why a row can't get another text, all of which but the last token is read at once; None if it can. Some recurrent layers
+    read a token alone in another way than several (Nemotron-H, Zamba 2)."""
+    if not Traits.of(model).is_recurrent:
+        return None
+
+    def trial() -> str | None:
+        ids = _rows_of_text(model, 12)[:, :12]
+        difference = apart(_one_by_one(model, ids, 11)[:, 1:], _one_by_one(model, ids, 12))
+        return None if difference <= rounding_of(model.dtype) else "it reads a token alone in another way than several"
+
+    return _tried(model, trusted, ("refills",), trial, "reading a token alone")
+
+
+def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True, refills: bool = False) -> Masks:
     """The attention masks of a call. Somebody's code gets the same 2-D masks as from `generate`, and makes its own of them. So
     does a target whose states are copied.
 
     Recurrent layers run over columns if that needs no copies (`engine.delta`), or if their states can't be copied. In small
     models, copies take less time than a step for each column.
 
-    replaces: the call may run layers in another way than the model does.
+    replaces: the call may run layers in another way than the model does. refills: its rows can't advance in lockstep, so
+    recurrent layers run over columns wherever that is possible.
     """
     model = unwrapped(model)
     traits = Traits.of(model)
@@ -248,7 +263,11 @@ def masks_of(model: PreTrainedModel, trusted: Trust, replaces: bool = True) -> M
         return traits.masks
     over_columns = traits.column_masks
     if over_columns is not None and replaces and trusted.is_own and not trusted.hooks:
-        wanted = traits.masks.trees or _tried(model, trusted, (), lambda: _obstacle(model), _FROM_STATES) is not None
+        wanted = (
+            refills
+            or traits.masks.trees
+            or _tried(model, trusted, (), lambda: _obstacle(model), _FROM_STATES) is not None
+        )
         trial = partial(_obstacle_of_slots, model, over_columns, NOTHING)
         if wanted and _tried(model, trusted, ("columns",), trial, _FROM_CACHE) is None:
             return over_columns

@@ -34,8 +34,8 @@ from ..engine.cache import SlotCache
 from ..engine.prepared import CallSettings
 from ..engine.ranks import ranks_of
 from ..engine.session import renew, take_over
-from ..engine.traits import Traits, change_of
-from ..engine.verifiable import masks_of
+from ..engine.traits import change_of
+from ..engine.verifiable import masks_of, obstacle_to_refills
 from ..generation import Generation
 from ..methods import Drafting
 from .distributions import OfRows
@@ -56,6 +56,7 @@ _NOT_HERE = {  # arguments of `generate` that belong to a single batch
     "sessions": "leave it out",
     "streamer": "answers come as they end",
 }
+_OTHERS = "draft with text (suffix, ngram), with a model or with heads"
 _CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
@@ -142,6 +143,7 @@ class Batch:
 
     def __init__(self, generation: Preparation, inputs: LoopInputs, rows: int, chunk: int | None = None):
         pair, settings = generation.pair, generation.settings
+        settings.refills = True
         # without a chunk, all texts have the processors of the first one
         _require_possible(inputs if chunk is None else replace(inputs, processors=()), pair, settings)
         self.recorder, self.drafter, self.chunk = generation.recorder, pair.drafter, chunk
@@ -192,7 +194,7 @@ class Batch:
             raise ValueError(
                 f"prompts: number {asked.index} has {width} tokens, but the target's context ends at {target.context}"
             )
-        if self.chunk is not None and type(target.cache) is SlotCache and not target.needs.states:
+        if self.chunk is not None and type(target.cache) is SlotCache and not (target.needs.states or target.needs.split):
             self.reading.append(Reading(self.call, row, asked, self.pool))
             return
         started = now()
@@ -277,35 +279,28 @@ def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> 
     """Raise ValueError for targets, drafts, processors and criteria that can't change texts row by row."""
     model, needs = inputs.model, pair.drafter.needs
     trusted = settings.trust_in(model)
-    reason = why_plain(inputs, needs, settings) or trusted.forward
+    reason = why_plain(inputs, needs, settings) or trusted.forward or obstacle_to_refills(model, trusted)
     if reason is None and (further := inputs.constants):
         reason = f"the model's forward is given {min(further)}"
-    if reason is None and Traits.of(model).is_recurrent:
-        reason = "it keeps recurrent states"
     if reason is None:
-        is_lockstep = not masks_of(model, trusted, settings.fuses).trees or change_of(model) is not None
+        is_lockstep = not masks_of(model, trusted, settings.fuses, True).trees or change_of(model) is not None
         reason = "the target's rows advance in lockstep" if is_lockstep or settings.ranks.several else None
     if reason is not None:
         raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate with batches")
+    if needs.lockstep:
+        raise ValueError(f"draft: the rows of {type(pair.spec).__name__} advance in lockstep; {_OTHERS}")
     for one in inputs.processors:
         if needs_prompt(one):
             raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")
     for criterion in inputs.criteria:
         if type(criterion) not in _CRITERIA:
             raise ValueError(f"stopping_criteria: {type(criterion).__name__} may depend on the batch; leave it out")
-    if needs.states or needs.split:
-        raise ValueError(
-            f"draft: {type(pair.spec).__name__} reads the target's states, which generate_many does not keep; draft with "
-            "text (suffix, ngram) or with a model"
-        )
 
 
 def _require_renewal(drafting: Drafting | None, name: str) -> None:
     parts = () if drafting is None else drafting.parts()
     if drafting is not None and not parts and type(drafting).renew is Drafting.renew:
-        raise ValueError(
-            f"draft: {name} can't begin with another text while others go on; draft with text (suffix, ngram) or with a model"
-        )
+        raise ValueError(f"draft: {name} can't begin with another text while others go on; {_OTHERS}")
     for part in parts:
         _require_renewal(part, name)
 

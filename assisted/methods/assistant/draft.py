@@ -19,7 +19,7 @@ from ...engine.parts import unwrapped
 from ...engine.runner import CachedModel
 from ..eagle.draft import EagleDrafter, EagleOptions, HeadDrafting
 from ..shared.base import Call, HeadSpec, Room, Target
-from ..shared.heads import Head
+from ..shared.heads import Head, with_row
 from ..shared.registry import register
 from ..shared.tree_growth import NodeReader
 from ..shared.trees import Rows
@@ -103,7 +103,8 @@ class AssistantDrafter(EagleDrafter):
 
 
 class AssistantDrafting(HeadDrafting):
-    """One `generate`. All it keeps is `state`, [B, Hb]: the target's state of the token before each row's newest one."""
+    """One `generate`. All it keeps is `state`, [B, Hb]: the target's state of the token before each row's newest one; None if
+    the target has read nothing."""
 
     drafter: AssistantDrafter
     suspicion = (
@@ -114,9 +115,15 @@ class AssistantDrafting(HeadDrafting):
     def __init__(self, drafter: AssistantDrafter, call: Call):
         super().__init__(drafter, call)
         (self.tap,) = drafter.head.config.taps
-        self.state = call.states[self.tap][:, -1].clone()
+        known = any(call.target.cache.lengths)
+        self.state: torch.Tensor | None = call.states[self.tap][:, -1].clone() if known else None
+
+    def renew(self, text: Text, row: int) -> None:
+        states = self.call.target.states
+        self.state = with_row(self.state, row, states.of_running(self.tap)[0, -1] if states else None, text.rows)
 
     def _draft(self, text: Text, budget: int) -> Draft:
+        assert self.state is not None  # where the target has read nothing, nothing is drafted
         step = Step(self.drafter.head, self.call.target, self.drafter.spec.position)
         reader = AssistantReader(step, self.state.to(step.device))
         logits = reader.first(text.last_tokens())

@@ -237,6 +237,11 @@ class Pard2Drafting(PardDrafting):
 
     def __init__(self, drafter: Pard2Drafter, call: Call):
         super().__init__(drafter, call)
+        self.lengths: list[int] = []
+        known = call.target.cache.known
+        self.features, self.begin = [drafter.nothing[None]] * len(known), [-1] * len(known)
+        if not any(known):  # rows begin later (`renew`)
+            return
         made, mask = drafter.projected(call.states), call.attention_mask
         if mask is not None:  # the target's states of padding may be anything
             made = made.where(mask[:, -made.shape[1] :].bool().to(made.device)[:, :, None], drafter.nothing)
@@ -247,7 +252,13 @@ class Pard2Drafting(PardDrafting):
             for row, (old, first) in enumerate(zip(earlier.features, earlier.begin, strict=True)):
                 if first <= past <= first + len(old):  # not yet read by the draft
                     self.features[row], self.begin[row] = torch.cat([old[: past - first], made[row]]), first
-        self.lengths: list[int] = []
+
+    def renew(self, text: Text, row: int) -> None:
+        states, begun = self.call.target.states, [self.drafter.nothing[None]]
+        if states:
+            begun += self.drafter.projected({tap: states.of_running(tap) for tap in self.drafter.taps})
+        self.features[row], self.begin[row], self.lengths = torch.cat(begun), -1, list(text.lengths)
+        super().renew(text, row)
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.lengths = list(text.lengths)

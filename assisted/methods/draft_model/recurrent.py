@@ -45,8 +45,7 @@ class RecurrentDrafting(ModelDrafting):
     removed at once; those that were committed are read again in the next round's first forward pass.
     """
 
-    # its states can neither go back to an earlier token nor begin anew in one row
-    nbytes, renew = Drafting.nbytes, Drafting.renew
+    nbytes = Drafting.nbytes  # its states can't go back to an earlier token
 
     def _draft(self, runner: CachedModel, text: Text, budget: int) -> Draft:
         logits = self._read_committed(runner, text)

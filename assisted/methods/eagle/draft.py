@@ -260,7 +260,10 @@ class HeadDrafting(ChainDrafting):
     def propose(self, text: Text, budget: int) -> Draft:
         self.require_numbers()
         self.grown = self.blind = None
-        self.proposed = draft = self._draft(text, budget)
+        known = self.call.target.cache.lengths
+        # the target has read nothing yet of a refilled row whose prompt is one token
+        has_states = all(known[row] for row in text.unfinished)
+        self.proposed = draft = self._draft(text, budget) if has_states else Draft.empty(text.rows, text.ids.device)
         return draft
 
     def _draft(self, text: Text, budget: int) -> Draft:
@@ -292,7 +295,8 @@ class EagleDrafting(HeadDrafting):
 
     Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
     Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
-    features of its remaining columns are in `unread`. In a session, both are taken over from the call before.
+    features of its remaining columns are in `unread`, and those of rows that have begun with another text in `fresh`. In a
+    session, slots and unread features are taken over from the call before.
     """
 
     runner_type: type[HeadRunner] = HeadRunner
@@ -305,9 +309,13 @@ class EagleDrafting(HeadDrafting):
         self.runner: HeadRunner | None = None
         self.unread: list[tuple[torch.Tensor, list[int]]] = []  # features [B, m, F], and their number per row
         # hidden states of the prompt, until the head first runs; of its last columns only if the caller passed past keys and
-        # values, or if the prompt was read in chunks
-        self.prompt = self._read(call.states)
-        self.first = on_device(call.target.cache.unpadded, self.prompt[0].device)[:, None] - self.prompt[0].shape[1]
+        # values, or if the prompt was read in chunks; none if the rows begin later (`renew`)
+        known = call.target.cache.unpadded
+        self.prompt = self._read(call.states) if any(known) else []
+        self.first = on_device(known, drafter.head.device)[:, None] - sum(part.shape[1] for part in self.prompt[:1])
+        self.fresh: dict[
+            int, torch.Tensor
+        ] = {}  # by row, the features of another prompt's tokens but the last, [1, n, F]
         self.skipped = 0  # columns of the text without a feature
         self.slots: SlotCache | None = None  # of the call before, until the head first runs,
         self.state: torch.Tensor | None = None  # and the head's state after what is in them
@@ -338,7 +346,7 @@ class EagleDrafting(HeadDrafting):
 
     def _features(self) -> list[tuple[torch.Tensor, list[int]]]:
         """The features that the head has not read, in the order of the text."""
-        if self.runner is not None:
+        if self.runner is not None or not self.prompt:
             return self.unread
         rows, width = self.prompt[0].shape[:2]
         return [*self.taken, (torch.cat(self.prompt, -1), [width] * rows), *self.unread]
@@ -351,6 +359,7 @@ class EagleDrafting(HeadDrafting):
 
     def _draft(self, text: Text, budget: int) -> Draft:
         runner = self._begun(text)
+        self._read_fresh(runner, text)
         runner.cache.run_only(text.unfinished)
         runner.keep_last(self.drafter.window)
         if self.parallel:
@@ -375,32 +384,60 @@ class EagleDrafting(HeadDrafting):
         self.unread.append((features[:, :width], counts))
         self.learn(round)
 
+    def renew(self, text: Text, row: int) -> None:
+        """Its features become `fresh`, and none of its earlier text stay unread."""
+        others = [other != row for other in range(text.rows)]
+        self.unread = [
+            (block, [n * kept for n, kept in zip(counts, others, strict=True)]) for block, counts in self.unread
+        ]
+        states, device = self.call.target.states, self.drafter.head.device
+        none = torch.empty(1, 0, 0, device=device)
+        self.fresh[row] = torch.cat([states.of_running(tap).to(device) for tap in self._taps], -1) if states else none
+
+    @property
+    def _taps(self) -> list[int]:
+        return self.drafter.head.states_of(len(self.drafter.needs.layers))
+
     def _read(self, states: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         """The hidden states that the head reads, [B, n, Ht] each, on its device."""
-        head = self.drafter.head
-        return [states[tap].to(head.device) for tap in head.states_of(len(self.drafter.needs.layers))]
+        return [states[tap].to(self.drafter.head.device) for tap in self._taps]
+
+    def _read_fresh(self, runner: HeadRunner, text: Text) -> None:
+        """Read the prompts of rows that have begun with another text, except for the last column, which becomes unread."""
+        for row, features in self.fresh.items():
+            before, last = features[:, :-1], features[:, -1:]
+            tokens = text.ids[row : row + 1, 1 : 1 + before.shape[1]]
+            runner.renew(row, tokens, runner.fuse(before) if before.shape[1] else before)
+            if last.shape[1]:
+                block = last.new_zeros(text.rows, *last.shape[1:])
+                block[row] = last
+                self.unread.insert(0, (block, [int(other == row) for other in range(text.rows)]))
+        self.fresh = {}
 
     def _begun(self, text: Text) -> HeadRunner:
         """The head's runner. When it is created, the prompt's features become unread."""
         if self.runner is None:
             call, drafter = self.call, self.drafter
-            features, first = torch.cat(self.prompt, -1), self.first
-            if text.prompt_length == 0:  # a prompt of embeddings has no tokens for the head to read: start after it
-                first = first + features.shape[1] - 1
-                features = features[:, -1:]
-            rows, width = features.shape[:2]
-            if not self.taken:
-                self.skipped = text.prompt_length - width
-            mask = call.attention_mask[:, -width:] if call.attention_mask is not None and text.prompt_length else None
+            first, mask, features = self.first, call.attention_mask, None
+            if self.prompt:
+                features = torch.cat(self.prompt, -1)
+                if text.prompt_length == 0:  # a prompt of embeddings has no tokens for the head to read: start after it
+                    first = first + features.shape[1] - 1
+                    features = features[:, -1:]
+                width = features.shape[1]
+                if not self.taken:
+                    self.skipped = text.prompt_length - width
+                mask = mask[:, -width:] if mask is not None and text.prompt_length else None
             settings, limit = call.settings.of_heads, call.limit + drafter.most
             head = prepare(drafter.head, settings, drafter.fused)
-            slots = SlotCache(rows, limit) if self.slots is None else self.slots
+            slots = SlotCache(text.rows, limit) if self.slots is None else self.slots
             runner = self.runner_type(head, call.target.model, slots, first, mask)
             runner.state, drafter.why_not_in_c = self.state, runner.why_not_in_c
             self.runner = drafter.graphs.serve(runner, drafter.head, settings)
-            if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
-                features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
-            self.unread = [*self.taken, (features, [width] * rows), *self.unread]
+            if features is not None:
+                if self.runner.cache.visible is not None:  # the target's states of padding may be NaN
+                    features = features.masked_fill(~self.runner.cache.visible.to(features.device)[:, :, None], 0)
+                self.unread = [*self.taken, (features, [features.shape[1]] * text.rows), *self.unread]
             self.prompt, self.taken = [], []
         return self.runner
 

@@ -24,6 +24,7 @@ from ...engine.traits import Traits, require_verifiable_cache
 from ...lengths.cost_model import UNMEASURED, best_size
 from ...lengths.rates import Rates
 from ..shared.base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
+from ..shared.heads import with_row
 from ..shared.registry import register
 from ..shared.tree_at_once import Blind, Worth, grow_at_once, reads, table_of
 from ..shared.tree_growth import Limits
@@ -142,12 +143,21 @@ class MedusaDrafting(Drafting):
         self.text: Text | None = None
         # by row, then by head: the best tokens and their probabilities, until they are verified
         self.guesses: dict[int, list[tuple[list[int], list[float]]]] = {}
-        # the target's hidden state of the last but one committed token of each row, [B, H]
+        # the target's hidden state of the last but one committed token of each row, [B, H]; None if it has read nothing
         (self.last,) = drafter.needs.states
-        self.states = call.states[self.last][:, -1]
+        known = any(call.target.cache.lengths)
+        self.states: torch.Tensor | None = call.states[self.last][:, -1] if known else None
+
+    def renew(self, text: Text, row: int) -> None:
+        states = self.call.target.states
+        of_row = states.of_running(self.last)[0, -1] if states else None
+        self.states = with_row(self.states, row, of_row, text.rows)
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.text, self.blind = text, None
+        known = self.call.target.cache.lengths
+        if self.states is None or not all(known[row] for row in text.unfinished):  # as of prompts of one token
+            return Draft.empty(text.rows, text.ids.device)
         if self.drafter.sizes_trees and self.call.target.masks.trees:
             return self._tree(text, budget)
         heads = self.drafter.heads

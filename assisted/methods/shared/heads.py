@@ -145,6 +145,17 @@ class Head(StateHead):
         raise NotImplementedError
 
 
+def with_row(states: torch.Tensor | None, row: int, state: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """States of all rows, [B, H] or none, as another object in which one row's is replaced, [H]. Where there is none, zeros."""
+    if states is not None:
+        states = states.clone()
+    elif state is not None:
+        states = state.new_zeros(rows, *state.shape)
+    if states is not None:
+        states[row] = 0 if state is None else state
+    return states
+
+
 def rotary_like(
     target: PreTrainedModel, kinds: Iterable[str], parameters: Any = None
 ) -> tuple[nn.Module, dict[str, Any]]:

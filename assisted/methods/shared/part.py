@@ -36,6 +36,9 @@ class PartDrafting(ChainDrafting):
 
     proposed: Draft | None = None  # until it is verified
 
+    def renew(self, text: Text, row: int) -> None:
+        """Nothing to do: the target's slots hold the text."""
+
     def has_proposed(self, round: Round) -> bool:
         """Whether a round has verified the last draft, which is forgotten."""
         self.see_lengths(round, self.proposed)

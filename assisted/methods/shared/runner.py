@@ -21,7 +21,7 @@ from ...engine.passes import Inputs, Runner
 from ...engine.prepared import PreparedModule
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import HeadSteps, Shape, TreeInC
-from .heads import Head
+from .heads import Head, with_row
 from .tree_growth import NodeReader
 from .trees import Rows
 
@@ -107,6 +107,26 @@ class HeadRunner(Runner):
             self.cache.commit(list(counts))
             self.state = _last(states, counts)
         return self.state
+
+    def renew(self, row: int, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        """Read another text into the slots of one row, while other rows keep theirs. No row has padding.
+
+        tokens: [1, n] int64. states: [1, n, H], from `Head.fuse`.
+        """
+        self.first = self.first.clone()
+        self.first[row], width, state = 0, states.shape[1], None
+        with self.cache.renewing(row, width), self.cache.reading([row], 0):
+            if width:
+                state = self._read_alone(tokens, states, torch.arange(width, device=self.device)[None])
+        if state is not None or self.state is not None:
+            self.state = with_row(self.state, row, state, self.cache.rows)
+
+    def _read_alone(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        """The head's state after a text that it reads from its beginning, [H]; None if it keeps none. tokens, states: as for
+        `renew`."""
+        given = self.head.embed(tokens, self.target), states, positions
+        made: torch.Tensor = self.head(*given, None, self.cache, self.prepared.last_only)
+        return made[0, -1]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""

@@ -194,7 +194,11 @@ class Batch:
             raise ValueError(
                 f"prompts: number {asked.index} has {width} tokens, but the target's context ends at {target.context}"
             )
-        if self.chunk is not None and type(target.cache) is SlotCache and not (target.needs.states or target.needs.split):
+        if (
+            self.chunk is not None
+            and type(target.cache) is SlotCache
+            and not (target.needs.states or target.needs.split)
+        ):
             self.reading.append(Reading(self.call, row, asked, self.pool))
             return
         started = now()

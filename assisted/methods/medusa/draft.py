@@ -159,7 +159,7 @@ class MedusaDrafting(Drafting):
         if self.states is None or not all(known[row] for row in text.unfinished):  # as of prompts of one token
             return Draft.empty(text.rows, text.ids.device)
         if self.drafter.sizes_trees and self.call.target.masks.trees:
-            return self._tree(text, budget)
+            return self._tree(text, budget, self.states)
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
         tokens = heads.tokens(top1(logits)).T.to(text.ids.device)
@@ -212,14 +212,14 @@ class MedusaDrafting(Drafting):
         best, columns = logits.softmax(-1).topk(min(self.drafter.spec.candidates, logits.shape[-1]))
         return torch.cat([best.double(), heads.tokens(columns).double()], -1)
 
-    def _tree_at_once(self, text: Text, limits: Limits) -> Draft | None:
+    def _tree_at_once(self, text: Text, limits: Limits, states: torch.Tensor) -> Draft | None:
         """`_tree` in one captured function. Its size is chosen by what the last trees were worth."""
         spec, rates, length = self.drafter.spec, self.rates, self.call.length
-        if not self.worth.recent or self.states.device != text.ids.device:
+        if not self.worth.recent or states.device != text.ids.device:
             return None
 
-        def run(states: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
-            levels = iter(self._best(limits.depth, states))  # the same after every node of a level
+        def run(given: torch.Tensor, table: torch.Tensor) -> list[torch.Tensor]:
+            levels = iter(self._best(limits.depth, given))  # the same after every node of a level
 
             def read(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
                 return next(levels)[:, None].expand(-1, tokens.shape[1], -1)
@@ -228,25 +228,25 @@ class MedusaDrafting(Drafting):
 
         weights = tuple(weight.data_ptr() for weight in self.drafter.heads.parameters())
         table = table_of(rates, text.ids.device).to(text.ids.device, non_blocking=True)
-        found = self.call.target.compute(("medusa", limits, weights), run, self.states, table)
+        found = self.call.target.compute(("medusa", limits, weights), run, states, table)
         if found is None:
             return None
         nodes = spec.nodes or self.worth.size(limits.nodes, 1, length.costs)
         self.blind, draft = Blind.drafted(found[0].clone(), limits, text, nodes, sum(self.worth.recent[:nodes]))
         return draft
 
-    def _tree(self, text: Text, budget: int) -> Draft:
+    def _tree(self, text: Text, budget: int, states: torch.Tensor) -> Draft:
         """A tree of the most probable paths for each unfinished row, of a worthwhile size and at most `budget` levels."""
         drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
         if self.broken:
             raise FloatingPointError("the heads' logits are not a number")
-        most = spec.nodes or (NODES_CPU if self.states.device.type == "cpu" else NODES)
+        most = spec.nodes or (NODES_CPU if states.device.type == "cpu" else NODES)
         candidates = min(spec.candidates, drafter.heads.vocab_size or self.call.vocab_size)
         depth = min(budget, drafter.heads.heads)
         limits = Limits(depth, most, candidates, most, 0, by_level=True)
-        if (draft := self._tree_at_once(text, limits)) is not None:
+        if (draft := self._tree_at_once(text, limits, states)) is not None:
             return draft
-        best = self._best(budget, self.states)
+        best = self._best(budget, states)
         half, table = best.shape[-1] // 2, best.tolist()
         sure = [[of_row[:half] for of_row in of_head] for of_head in table]
         tokens = [[list(map(int, of_row[half:])) for of_row in of_head] for of_head in table]

@@ -362,9 +362,7 @@ def test_what_gguf_files_cannot_hold(models_of: Path, tmp_path: Path, monkeypatc
     scaled = saved(tmp_path / "scaled", llama(rope_parameters=rope), LlamaForCausalLM)
     digits = saved(tmp_path / "digits", llama(), LlamaForCausalLM, split)
     wide = saved(tmp_path / "wide", Qwen3Config(vocab_size=size, head_dim=16, **SIZES), Qwen3ForCausalLM)
-    with pytest.raises(ValueError, match=r"^target: target\.gguf cannot be read back"):
-        hand_over("llamacpp", wide, tmp_path / "unread", "ngram")
-    assert not list((tmp_path / "unread").iterdir())
+    hand_over("llamacpp", wide, tmp_path / "wider", "ngram")  # the size of its heads is in the file, and is read back
     for folder, message in ((mistral, "'mistral'"), (scaled, "'linear'"), (digits, "no name in GGUF")):
         with pytest.raises(ValueError, match=f"^target: .*{message}.*convert_hf_to_gguf"):
             hand_over("llamacpp", folder, tmp_path / "out", "ngram")

@@ -17,6 +17,7 @@ from pairs import BY_NAME, CALL, ENDS, pair, tokenizer
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 from transformers import StoppingCriteria
+from transformers.utils import logging
 
 from assisted import (
     MTP,
@@ -263,6 +264,7 @@ def test_ways_to_give_a_prompt() -> None:
 
 def test_progress_is_shown_if_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     target, model = pair()
+    logging.enable_progress_bar()  # another test may have disabled it
     for prompts_given, shown in ((prompts(target, 4), "4/4"), (iter(prompts(target, 4)), "4text")):
         found = {one.index: one.ids.tolist() for one in model.generate_many(prompts_given, progress=True, **CALL)}
         assert found == alone(target, prompts(target, 4), **CALL)

@@ -31,7 +31,7 @@ from ..engine.pool import Lent, SessionPool
 from ..engine.prepared import CallSettings
 from ..engine.ranks import waits_for_others
 from ..engine.session import Session, is_plain, using
-from ..engine.states import has_uncounted_states
+from ..engine.states import has_uncounted_states, held
 from ..engine.traits import Traits, change_of, reads_anew_at, turns_by_section
 from ..engine.trust import Trust, blamed
 from ..engine.verifiable import masks_of, mixes_tokens, obstacle_to, obstacle_to_reading_on
@@ -327,9 +327,13 @@ def _reads_anew(inputs: LoopInputs) -> str | None:
 def warn_of_restarts(inputs: LoopInputs, settings: CallSettings) -> None:
     """Warn of a prompt that the model's own forward reads in parts, although its recurrent layers begin anew in each: the text
     is that of plain `generate` with the same arguments, which differs from the text without them."""
-    new, size = inputs.width - inputs.known, getattr(inputs.config, "prefill_chunk_size", None)
-    part = "past_key_values" if inputs.known and new > 1 else "prefill_chunk_size" if size and new > size else None
-    if part is None or isinstance(inputs.cache, Session):
+    past, size = inputs.kwargs.get(inputs.cache_name), getattr(inputs.config, "prefill_chunk_size", None)
+    if isinstance(past, Session):
+        return
+    known = held(past) if hasattr(past, "layers") else 0
+    new = inputs.width - known
+    part = "past_key_values" if known and new > 1 else "prefill_chunk_size" if size and new > size else None
+    if part is None:
         return
     if (reason := obstacle_to_reading_on(inputs.model, settings.trust_in(inputs.model))) is not None:
         instead = "pass model.session()" if part == "past_key_values" else "leave it out"

@@ -52,7 +52,7 @@ def test_a_wheels_library_has_the_bits_of_one_that_is_compiled(
         made.append(native.NativeProduct(native.packed(weight), 160, 32)(columns))
         monkeypatch.setenv("PATH", "")  # no compiler
         monkeypatch.setenv("CC", "")
-    assert Path(native.loaded(torch.float32)[0]._name).is_relative_to(built.folder)
+    assert str(built.folder) in str(native.loaded(torch.float32)[0])
     native.loaded.cache_clear()
     assert torch.equal(*made)
     assert b"libgomp" not in variants.library(built.variant).read_bytes()  # torch brings the runtime of threads

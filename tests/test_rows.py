@@ -57,7 +57,7 @@ class Requests:
         generation, inputs = self.prepared[key]
         if self.batch is None:
             self.batch = Batch(generation, inputs, self.rows, self.chunk)
-            self.batch.watch = self._watch
+            self.batch.watch = self.seen
         number = len(self.coming)
         pieces = self.pieces[number] = list[int]()
         about: dict[str, Any] = {"new": pieces.extend, "left": lambda: len(pieces) >= patience}
@@ -66,7 +66,7 @@ class Requests:
         self.coming.append((when, asked_of(inputs, number, prompt, recorder=Recorder(), **about)))
         return number
 
-    def _watch(self, round: Any) -> None:
+    def seen(self, round: Any) -> None:
         self.round += 1
 
     def answers(self) -> dict[int, Answer]:
@@ -207,7 +207,7 @@ def test_prompts_are_read_in_parts_between_rounds(monkeypatch: pytest.MonkeyPatc
     call = CALL | {"max_new_tokens": 30}
     for when, text in enumerate(texts):
         requests.ask(text, call, when)
-    requests.batch.watch = lambda round: (events.append("round"), requests._watch(round))
+    requests.batch.watch = lambda round: (events.append("round"), requests.seen(round))
     found = requests.answers()
     for number, text in enumerate(texts):
         assert found[number].ids.tolist() == target.generate(text[None], **call)[0].tolist()

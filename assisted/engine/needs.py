@@ -87,7 +87,7 @@ class States(Mapping[int, torch.Tensor]):
         return self._cache.spread(self.of_running(index))
 
     def of_running(self, index: int) -> torch.Tensor:
-        """The same of the rows that ran alone, [R, n, D]."""
+        """The same of the rows that ran alone, [R, n, D] in the model's dtype. Raises KeyError for an index that it lacks."""
         if index not in self._taps:
             raise KeyError(f"hidden state {index} is not among the drafter's needs, or of an earlier forward pass")
         return self._taps[index].hidden

@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     option(demo, "--max-new-tokens", "new tokens per prompt", 48)
     add_temperature(demo)
     option(demo, "--repeats", "timed runs per method, at most", 5)
-    option(demo, "--seconds", "approximate time for all measurements", 36.0)
+    option(demo, "--seconds", "approximate time for all measurements", 30.0)
 
     generate = command("generate", _generate, "complete a text and stream it to standard output")
     generate.add_argument("prompt", nargs="?", default="-", help="text to complete; - or nothing reads standard input")

@@ -47,6 +47,8 @@ from .head import EagleHead
 
 TOP_K_CPU, TOP_K = 4, 10
 NODES_CPU, NODES = 16, 60
+Unread = tuple[torch.Tensor, torch.Tensor, list[int]]
+"""Columns of committed text that the head has not read: tokens, [B, n] int64, features, [B, n, F], and their number by row."""
 ENOUGH, FEW = 200, 0.02  # drafts, and the share of accepted first tokens below which something is wrong with a head
 
 
@@ -364,10 +366,10 @@ class EagleDrafting(HeadDrafting):
         runner.keep_last(self.drafter.window)
         if self.parallel:
             return self._ahead(runner, text, min(budget, runner.head.config.parallel_tokens))
-        tokens, features, counts = self._unread_columns(runner, text)
+        tokens, features, counts = unread = self._unread_columns(runner, text)
         if self._at_once_with(runner):
             at_once = self._tree_at_once if self.trees else self._chain_at_once
-            if (draft := at_once(runner, text, tokens, features, counts, budget)) is not None:
+            if (draft := at_once(runner, text, unread, budget)) is not None:
                 runner.cache.commit(counts)
                 return draft
         state = runner.read(tokens, runner.fuse(features), counts)
@@ -441,7 +443,7 @@ class EagleDrafting(HeadDrafting):
             self.prompt, self.taken = [], []
         return self.runner
 
-    def _unread_columns(self, runner: HeadRunner, text: Text) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def _unread_columns(self, runner: HeadRunner, text: Text) -> Unread:
         """What was committed since the last round, as `HeadRunner.read` takes it, but with features in place of states."""
         cache = runner.cache
         features, counts = _joined(self.unread)
@@ -470,21 +472,13 @@ class EagleDrafting(HeadDrafting):
     def _at_once_with(self, runner: HeadRunner) -> bool:
         """Whether one captured function may read the committed columns and draft. Not where the target's weights are read in a
         function of the head, nor where states of the text are others."""
-        resumes = (
-            runner.state is not None and type(runner.head).resume is Head.resume
-        )  # block drafters have no `resume`
+        # block drafters have no `resume`
+        resumes = runner.state is not None and type(runner.head).resume is Head.resume
         return resumes and runner.steps is None and not runner.head.shares_output
 
-    def _chain_at_once(
-        self,
-        runner: HeadRunner,
-        text: Text,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        counts: list[int],
-        budget: int,
-    ) -> Draft | None:
+    def _chain_at_once(self, runner: HeadRunner, text: Text, unread: Unread, budget: int) -> Draft | None:
         """A chain and the reading of the committed columns in one captured function; None where that is not possible."""
+        tokens, features, counts = unread
         self._know_entries(runner.head, text)
         logits, states = functools.partial(self._logits, runner, text), (features, runner.head.fuse)
         found = self.chain_at_once(runner, tokens, counts, budget, logits, states=states)
@@ -493,15 +487,7 @@ class EagleDrafting(HeadDrafting):
         draft, (runner.state,) = found
         return draft
 
-    def _tree_at_once(
-        self,
-        runner: HeadRunner,
-        text: Text,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        counts: list[int],
-        budget: int,
-    ) -> Draft | None:
+    def _tree_at_once(self, runner: HeadRunner, text: Text, unread: Unread, budget: int) -> Draft | None:
         """The same with a tree. Its size is chosen by what the last trees were worth."""
         length, head, rates = self.call.length, runner.head, self.rates
         possible = self.worth.recent and not self.call.distribution.processors and runner.device == text.ids.device
@@ -511,6 +497,7 @@ class EagleDrafting(HeadDrafting):
         limits, table = self.limits(depth), self.drafter.table_on(runner.device, rates)
         if limits.candidates > (head.config.vocab_size if head.d2t is None else len(head.d2t)):
             return None
+        tokens, features, counts = unread
         best, steps = functools.partial(runner.best, count=limits.candidates), (depth - 1) * limits.beam
         function = functools.partial(grow_at_once, limits, rates.ranks, best, table)
         key, states = ("tree", limits, table.data_ptr()), (features, head.fuse)

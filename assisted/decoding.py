@@ -50,13 +50,11 @@ def decode(
         draft = drafting.propose(text, budget)
         stopwatch.lap()
         draft, verified, logits = _verify(target, drafting, text, draft, in_lockstep)
-        outcome = rule(verified, logits, distribution, text, target.top1, target.compute)
-        target.commit(outcome.kept, outcome.path)
+        outcome = rule(verified, logits, distribution, text, target.top1, target.compute, target.mover)
+        target.commit(outcome.kept, outcome.path, outcome.moved)
         stopwatch.lap()
         to_draft, to_verify = stopwatch.laps()
-        round = Round(
-            draft, logits, unfinished, asked, *outcome[:-1], to_draft, to_verify, target.states, outcome.notes
-        )
+        round = Round(draft, logits, unfinished, asked, *outcome[:5], to_draft, to_verify, target.states, outcome.notes)
         drafting.observe(round)
         learning = stopwatch.since()
         recorder.see(round)

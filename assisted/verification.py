@@ -21,11 +21,14 @@ Top1 = Callable[[torch.Tensor], torch.Tensor]
 """Finds the top-1 token of scores, [..., V] -> [...] int64, as `core.acceptance.top1` does; a target has the fastest way."""
 Compute = Callable[..., list[torch.Tensor] | None]
 """As `Runner.compute`."""
+Move = Callable[[torch.Tensor], object]
+"""As `Passes.mover` makes it: takes the columns of an accepted path, [B, m] int64."""
 _NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
 class Outcome(NamedTuple):
-    """The result of verifying a draft, per row. The fields are those of `Round`, all but the last in the same order."""
+    """The result of verifying a draft, per row. The first fields are those of `Round`, in the same order. moved: whether the
+    target's columns are where a chain's would be."""
 
     drafted: list[int]
     depths: list[int]
@@ -33,6 +36,7 @@ class Outcome(NamedTuple):
     kept: list[int]
     path: list[list[int]] | None = None
     notes: list[list[int]] | None = None
+    moved: bool = False
 
 
 def judge(
@@ -41,16 +45,21 @@ def judge(
     distribution: Distribution,
     text: Text,
     top1: Top1 = acceptance.top1,
-    compute: Compute = lambda *given: None,
+    compute: Compute = lambda *given, moves: None,
+    mover: Callable[[int], Move | None] = lambda columns: None,
 ) -> Outcome:
     """Accept drafted tokens and commit them, each row independently.
 
-    logits: [B, n + 1, V], see `Round`. compute: runs functions of tensors as one captured operation.
+    logits: [B, n + 1, V], see `Round`. compute: runs functions of tensors as one captured operation. mover: as
+    `Runner.mover`.
     """
-    parents, width, scores, computed = draft.parents, draft.width, None, None
+    parents, width, scores, computed, move = draft.parents, draft.width, None, None, None
     if distribution.do_sample and distribution.of_logits is not None and not text.keep_scores:
+        move = None if parents is None else mover(1 + width)
+        judged = functools.partial(_judged_alone, distribution, move)
         given = logits, draft.tokens, draft.lengths, draft.q, parents
-        computed = compute(("judge", distribution.of_logits), functools.partial(_judged_alone, distribution), *given)
+        key = "judge", distribution.of_logits, move is not None
+        computed = compute(key, judged, *given, moves=move is not None)
     if computed is not None:
         (found,) = computed
     else:
@@ -87,7 +96,8 @@ def judge(
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
     notes = None if draft.notes is None else [row[-draft.notes.shape[1] :] for row in rows]
-    return Outcome(drafts, depths, accepted, kept, None if parents is None else path, notes)
+    moved = computed is not None and move is not None
+    return Outcome(drafts, depths, accepted, kept, None if parents is None else path, notes, moved)
 
 
 def _judged(
@@ -97,11 +107,12 @@ def _judged(
     text_lengths: Sequence[int] = (),
     top1: Top1 = acceptance.top1,
     waits: bool = True,
+    move: Move | None = None,
 ) -> torch.Tensor:
     """What the host needs to know of a verdict, by row: if tokens are drawn, where there is nothing to draw from; the draft's
     length, tokens and parents; and the target's choices, or what is accepted, the token after it and its nodes.
 
-    scores: [B, n + 1, V]. waits: whether the host may look at them.
+    scores: [B, n + 1, V]. waits: whether the host may look at them. move: is given the columns of a tree's accepted path.
     """
     tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
     if not distribution.do_sample:
@@ -113,16 +124,22 @@ def _judged(
     elif distribution.draws is not None:
         return _side_by_side(*drafted, distribution.draws.sample(p, text_lengths, draft.depths()))
     elif draft.q is None:
-        return _side_by_side(*drafted, acceptance.sample(p))
+        choice = acceptance.sample(p)
+        if move is not None and parents is not None:
+            move(_columns(acceptance.matched_tree(tokens, parents, lengths, choice)))
+        return _side_by_side(*drafted, choice)
     elif parents is None:
         verdict = acceptance.block(tokens, lengths, p, draft.q)
     else:
         nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
+    if move is not None and nodes is not None:
+        move(_columns(nodes))
     return _side_by_side(*drafted, verdict.accepted[:, None], verdict.token[:, None], nodes)
 
 
 def _judged_alone(
     distribution: Distribution,
+    move: Move | None,
     logits: torch.Tensor,
     tokens: torch.Tensor,
     lengths: torch.Tensor,
@@ -130,7 +147,14 @@ def _judged_alone(
     parents: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """`_judged` as a function of tensors, for a distribution with `of_logits`."""
-    return [_judged(Draft(tokens, lengths, q, parents), distribution.scores_of(logits), distribution, waits=False)]
+    draft = Draft(tokens, lengths, q, parents)
+    return [_judged(draft, distribution.scores_of(logits), distribution, waits=False, move=move)]
+
+
+def _columns(nodes: torch.Tensor) -> torch.Tensor:
+    """The columns of the last committed token and of a path, [B, n], -1 for filler; filler stays in its own column."""
+    own = torch.arange(1, nodes.shape[1] + 1, device=nodes.device)
+    return torch.nn.functional.pad((nodes + 1).where(nodes >= 0, own), (1, 0))
 
 
 def _side_by_side(*parts: torch.Tensor | None) -> torch.Tensor:
@@ -156,6 +180,7 @@ def judge_in_lockstep(
     text: Text,
     top1: Top1 = acceptance.top1,
     compute: Compute | None = None,
+    mover: Callable[[int], Move | None] | None = None,
 ) -> Outcome:
     """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
 

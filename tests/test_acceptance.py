@@ -30,6 +30,7 @@ from assisted.core.acceptance import (
     last_success,
     match,
     match_tree,
+    matched_tree,
     rejection,
     rejection_probabilities,
     residual,
@@ -387,7 +388,11 @@ def test_match_tree_is_the_plain_walk(data: st.DataObject) -> None:
     parents = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
     choice = [data.draw(token) for _ in range(n + 1)]
     more = [data.draw(token) for _ in range(data.draw(st.integers(0, 2)))]  # after nodes that this row does not have
-    assert match_tree(tokens, parents, choice + more) == walk(tokens, parents, choice)
+    path, emitted = match_tree(tokens, parents, choice + more)
+    assert (path, emitted) == walk(tokens, parents, choice)
+    columns = torch.tensor([[*tokens, *more[1:]], [*parents, *more[1:]]]).view(2, 1, -1)
+    (on_device,) = matched_tree(*columns, torch.tensor([n]), torch.tensor([choice + more[1:]])).tolist()
+    assert on_device == path + [-1] * (len(on_device) - len(path))
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 7, 8, 9])

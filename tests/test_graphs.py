@@ -3,6 +3,7 @@
 import copy
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from recording import Recording, record_captures
 from test_needs import BESIDE, check_states
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny
 from transformers import AutoModelForCausalLM
+from trees import Planted
 
 from assisted import AssistedModelForCausalLM, Eagle, Merged, decoding, zoo
 from assisted.core.drafts import Draft, DraftingStopped
@@ -416,6 +418,38 @@ def test_a_path_at_the_end_of_the_slots():
     assert runner.cache.lengths == [255]
     text = torch.cat([ids[:, :252], ids[:, [253, 254, 255]], ids[:, 300:301]], 1)
     assert (runner.eager(ids[:, 300:301])[0, 0] - model(text).logits[0, -1]).abs().max() < ROUNDING
+
+
+class Certain(Planted):
+    """Its trees with a distribution that each token was drawn from."""
+
+    def propose(self, text, budget):
+        draft = super().propose(text, budget)
+        return replace(draft, q=torch.nn.functional.one_hot(draft.tokens, 96).float())
+
+
+@pytest.mark.parametrize("kind", [Planted, Certain])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_verdict_on_a_sampled_tree_moves_its_columns(monkeypatch, kind, rows):
+    """The slots hold what a plain pass over the text computes."""
+    target = build(BY_NAME["llama"])
+    ids, moved, move = random_ids(target, rows, 9), [], StaticBuffers.move
+    monkeypatch.setattr(StaticBuffers, "move", lambda buffers, path: moved.append(path) or move(buffers, path))
+    call = {**CALL, "attention_mask": torch.ones_like(ids), "max_new_tokens": 24}
+    call.pop("do_sample")
+    said = target.generate(ids, **call)
+    model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=4, fast="auto")
+    model.drafter = kind(said)
+    for _ in range(3):
+        moved.clear()
+        with no_fallback():
+            found = model.generate(ids, do_sample=True, temperature=1e-6, return_dict_in_generate=True, **call)
+        assert found.sequences.tolist() == said.tolist()
+    assert any(row != list(range(len(row))) for path in moved for row in path.tolist())
+    assert any(key[0] == "compute" and key[1][-1] for key in model.graphs.captures.held)
+    plain = target(said[:, :-1]).past_key_values
+    for one, two in zip(found.past_key_values.layers, plain.layers, strict=True):
+        assert (one.keys - two.keys).abs().max() < ROUNDING
 
 
 def test_captures_outlive_a_call_and_serve_fewer_rows():

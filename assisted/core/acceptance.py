@@ -63,6 +63,19 @@ def match_tree(tokens: list[int], parents: list[int], choice: list[int]) -> tupl
     return path, choice[here + 1]
 
 
+def matched_tree(tokens: Tensor, parents: Tensor, lengths: Tensor, choice: Tensor) -> Tensor:
+    """The path of `match_tree` by row, without the host: [B, n] int64, node indices in order, padded with -1.
+
+    tokens, parents: [B, n] int64. lengths: [B] int64. choice: [B, n + 1] int64, see there.
+    """
+    kept = _drafted(lengths, tokens.shape[1])
+    here = torch.full_like(lengths, -1)
+    for i in range(tokens.shape[1]):
+        kept[:, i] &= (parents[:, i] == here) & (tokens[:, i] == _at(choice, here + 1))
+        here = here.masked_fill(kept[:, i], i)
+    return _in_order(kept)
+
+
 def rejection(
     tokens: Tensor, lengths: Tensor, p: Tensor, q: Tensor, generator: torch.Generator | None = None
 ) -> Verdict:

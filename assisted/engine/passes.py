@@ -23,6 +23,8 @@ one of each row, [B, 1] int64, and returns the output after it. For trees, of ru
 place of each token's parent in the level before, [B, n] int64, and returns the outputs after all of them, [B, n, ...]."""
 
 
+Mover = Callable[[torch.Tensor], object]
+"""Moves the columns of an accepted path, [R, n] int64, to the slots that a chain would use."""
 Unfused = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """What a module that reads states makes them of, [B, n, ...], and how."""
 
@@ -54,6 +56,11 @@ class Passes:
     def gather(self, runner: Runner, path: Paths) -> bool:
         """Move a tree's accepted columns together, as `SlotCache.commit` does. False leaves that to the cache."""
         return False
+
+    def mover(self, runner: Runner, columns: int) -> Mover | None:
+        """What moves a tree's accepted columns in a function of `compute`, before the host knows them; None leaves that to
+        `gather`. columns: of the last forward pass."""
+        return None
 
     def compute(
         self,
@@ -153,6 +160,10 @@ class Runner:
     ) -> list[torch.Tensor] | None:
         """As `Passes.compute`."""
         return self.passes.compute(self, key, function, inputs, moves)
+
+    def mover(self, columns: int) -> Mover | None:
+        """As `Passes.mover`."""
+        return self.passes.mover(self, columns)
 
     def run_only(self, rows: list[int]) -> None:
         """Run the next forward passes over these rows only, because finished rows would waste time."""

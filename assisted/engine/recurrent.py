@@ -117,7 +117,7 @@ class RecurrentModel(CachedModel):
         room = self.change.room(new - self.unread.shape[1])
         return room is not None and room <= self.unread.shape[1]
 
-    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None, moved: bool = False) -> None:
         """As CachedModel, for equal counts and without a path."""
         kept = self.unread.shape[1] + counts[0]
         self.cache.commit([self.unread.shape[1] + count for count in counts], path)
@@ -168,9 +168,9 @@ class ColumnModel(CachedModel):
         read.compute = functools.partial(self.compute, ("states", *key), moves=True)
         self.cache.note_together(read)
 
-    def commit(self, counts: list[int], path: Paths | None = None) -> None:
+    def commit(self, counts: list[int], path: Paths | None = None, moved: bool = False) -> None:
         self.cache.advance(counts, path)  # before the slots are moved, after which the path is none
-        super().commit(counts, path)
+        super().commit(counts, path, moved)
 
 
 def target_runner(

@@ -181,9 +181,10 @@ class CachedModel(Runner):
         alone = not (self.traits.crosses or self.traits.counts_padding)
         return alone and self.masks.trees and not (self.cache.right_aligned or self.in_lockstep)
 
-    def commit(self, counts: list[int], path: Paths | None = None) -> None:
-        """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`."""
-        if path is not None and all(column == to for columns in path for to, column in enumerate(columns)):
+    def commit(self, counts: list[int], path: Paths | None = None, moved: bool = False) -> None:
+        """Keep `counts[b]` columns of the last forward pass: the first ones, or those of a tree's accepted `path`, which may
+        be `moved` already."""
+        if path is not None and (moved or all(column == to for columns in path for to, column in enumerate(columns))):
             path = None
         moved = path is not None and self.passes.gather(self, path)
         self.cache.commit(counts, None if moved else path)

@@ -27,7 +27,18 @@ from ..engine.agreement import apart, rounding_of
 from ..engine.cache import Paths, SlotCache, SlotLayer
 from ..engine.hooks import obstacle
 from ..engine.libraries import attention_of
-from ..engine.passes import WIDTHS, Chained, Inputs, Passes, Runner, Unfused, columns_among, columns_for, slots_for
+from ..engine.passes import (
+    WIDTHS,
+    Chained,
+    Inputs,
+    Mover,
+    Passes,
+    Runner,
+    Unfused,
+    columns_among,
+    columns_for,
+    slots_for,
+)
 from ..engine.prepared import CallSettings
 from .capture import Captured, Captures, CompiledCode, CudaGraphs, Function, HostRead, Outputs, Shape
 from .products import may_copy, may_take
@@ -324,7 +335,7 @@ class Graphs(Passes):
         try:
             if key not in captures.held:
                 buffers.follow(cache, rows, columns, None)  # the run before the capture moves nothing
-                move = functools.partial(buffers.move, rows, columns)
+                move = functools.partial(buffers.move, buffers.input("path", rows, columns))
                 captures.keep(key, captures.record(move, buffers.device, False))
                 self._spend(now() - started)
             buffers.follow(cache, rows, columns, path)
@@ -334,6 +345,15 @@ class Graphs(Passes):
             self._give_up(f"{type(error).__name__}: {error}")
             return False
         return True
+
+    def mover(self, runner: Runner, columns: int) -> Mover | None:
+        captures, buffers, cache, rows = self.captures, self.buffers, runner.cache, runner.cache.rows
+        if not self._serves(cache) or not isinstance(captures, CudaGraphs) or buffers is None:
+            return None
+        if cache.running != list(range(rows)) or not buffers.holds(cache, self._last(cache, rows) + columns):
+            return None
+        buffers.count(cache, rows)
+        return buffers.move
 
     def compute(
         self,

@@ -140,7 +140,7 @@ class StaticBuffers:
 
         counts: by row, the columns that are no padding, for `Graphs.chain`.
         """
-        self._count(cache, rows, counts)
+        self.count(cache, rows, counts)
         self.put("ids", cache, rows, ids)
         if draft is not None and draft.parents is not None:
             parents = self.put("parents", cache, rows, draft.parents)
@@ -180,22 +180,24 @@ class StaticBuffers:
 
     def follow(self, cache: SlotCache, rows: int, columns: int, path: Paths | None) -> None:
         """Make `move` keep the columns of `path`, as in `SlotCache.commit`; None leaves every column in its slot."""
-        self._count(cache, rows)
+        self.count(cache, rows)
         each = [range(0)] * rows if path is None else [path[row] for row in cache.order[:rows]]
         table = [[*kept, *range(len(kept), columns)] for kept in each]
         own = self._input("path", self.numbers[:, :1])
         own[:rows, :columns].copy_(pinned(table, self.device), non_blocking=True)
 
-    def move(self, rows: int, columns: int) -> list[torch.Tensor]:
-        """Move a tree's accepted columns to the slots that a chain would use."""
+    def move(self, path: torch.Tensor) -> list[torch.Tensor]:
+        """Move a tree's accepted columns to the slots that a chain would use. path: [R, n] int64, the columns in order."""
+        rows, columns = path.shape
         place = torch.arange(rows, device=self.device)[:, None]
         known = self.numbers[:rows, :1]
-        target, source = known + torch.arange(columns, device=self.device), known + self.input("path", rows, columns)
+        target, source = known + torch.arange(columns, device=self.device), known + path
         for store in self.slots.stores:
             store[place, :, target] = store[place, :, source]
         return []
 
-    def _count(self, cache: SlotCache, rows: int, counts: list[int] | None = None) -> None:
+    def count(self, cache: SlotCache, rows: int, counts: list[int] | None = None) -> None:
+        """Feed how many tokens each row holds. counts: columns of each row, 1 by default."""
         table = [
             [cache.lengths[row], cache.lengths[row] - cache.padding[row], row, 1 if counts is None else counts[row]]
             for row in cache.order[:rows]

@@ -261,7 +261,7 @@ class HeadDrafting(ChainDrafting):
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.require_numbers()
-        self.grown = self.blind = None
+        self.grown = None
         known = self.call.target.cache.lengths
         # the target has read nothing yet of a refilled row whose prompt is one token
         has_states = all(known[row] for row in text.unfinished)
@@ -282,7 +282,7 @@ class HeadDrafting(ChainDrafting):
         if self.grown is not None:
             learn(self.rates, self.grown.offers, self.grown.text, round.kept)
             self.worth.see(self.grown.worth())
-            self.grown = None
+            self.grown = self.blind = None  # later rounds may be drafted by others
         self.see_lengths(round, self.proposed)
         if not round.draft.is_that_of(self.proposed):
             return

@@ -154,7 +154,7 @@ class MedusaDrafting(Drafting):
         self.states = with_row(self.states, row, of_row, text.rows)
 
     def propose(self, text: Text, budget: int) -> Draft:
-        self.text, self.blind = text, None
+        self.text = text
         known = self.call.target.cache.lengths
         if self.states is None or not all(known[row] for row in text.unfinished):  # as of prompts of one token
             return Draft.empty(text.rows, text.ids.device)
@@ -170,6 +170,7 @@ class MedusaDrafting(Drafting):
         counts, path = round.kept, round.path
         if self.blind is not None:
             self._see(self.blind, round)
+            self.blind = None  # later rounds may be drafted by others
         hidden = round.states[self.last]
         last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
         if path is not None:

@@ -46,7 +46,8 @@ def from_lists(tokens: Rows, parents: Rows | None, device: torch.device | str, e
 
 def rows_of(draft: Draft) -> list[list[int]]:
     """The tokens of a draft by row."""
-    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.lengths.tolist(), strict=True)]
+    table = torch.cat([draft.lengths[:, None], draft.tokens], 1).tolist()  # in one transfer
+    return [row[1 : 1 + row[0]] for row in table]
 
 
 def first_paths(draft: Draft) -> list[list[int]]:

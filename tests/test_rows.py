@@ -19,6 +19,7 @@ from assisted.core.report import Recorder
 from assisted.distribution import Distribution, Draws
 from assisted.engine.runner import CachedModel
 from assisted.lengths.policies import Never
+from assisted.many.reading import shares
 from assisted.many.rows import Batch, Preparation, asked_of
 from assisted.many.texts import Answer, Asked
 
@@ -191,28 +192,80 @@ def test_a_row_that_joins_has_its_own_drafts_and_its_own_limit() -> None:
         assert recorder.target_passes == -(-new // 5)
 
 
-def test_prompts_are_read_in_parts_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two rounds of a text, no more than a chunk is read; a short prompt does not wait for the end of a long one."""
-    target = build(BY_NAME["llama"])
-    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=2)
-    requests, events = Requests(model, 3), list[Any]()
-    own = CachedModel.prefill
+@pytest.fixture
+def prompts_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each forward pass over a prompt's part."""
+    read, own = list[int](), CachedModel.prefill
 
     def prefill(self: Any, ids: torch.Tensor, mask: Any) -> torch.Tensor:
-        events.append(ids.shape[1])
+        read.append(ids.shape[1])
         return own(self, ids, mask)
 
     monkeypatch.setattr(CachedModel, "prefill", prefill)
-    texts = [random_ids(target, 1, width, seed=width)[0] for width in (3, 43, 4)]
-    call = CALL | {"max_new_tokens": 30}
-    for when, text in enumerate(texts):
-        requests.ask(text, call, when)
-    requests.batch.watch = lambda round: (events.append("round"), requests.seen(round))
-    found = requests.answers()
+    return read
+
+
+@pytest.mark.parametrize(
+    "widths,when,rows,chunk,parts,begin",
+    [
+        ([43, 4], [1, 2], 3, 5, [[5], [3, 2], [5]], [10, 3]),
+        ([8, 10, 9], [1, 1, 1], 4, 30, [[7, 8, 9]], [2, 2, 2]),
+        ([50, *[7] * 9], [1] * 10, 3, 8, [[6, 2]] * 9, [14, *range(2, 11)]),
+    ],
+    ids=["a short one", "several", "a long one"],
+)
+def test_prompts_are_read_in_parts_between_rounds(
+    widths: list[int],
+    when: list[int],
+    rows: int,
+    chunk: int,
+    parts: list[list[int]],
+    begin: list[int],
+    prompts_read: list[int],
+) -> None:
+    """Beside a text that is being written, no more than a chunk is read before each round. A short prompt does not wait for the
+    end of a long one, nor a long one for short ones that keep coming. Those that fit into a chunk begin with the next round.
+
+    widths, when: of the prompts, and in which rounds they come. parts: what is read before each round. begin: in which round
+    each text begins.
+    """
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, "suffix", draft_length=Never())
+    requests, before, first = Requests(model, rows, chunk), list[list[int]](), dict[int, int]()
+    texts = [random_ids(target, 1, width, seed=width)[0] for width in (3, *widths)]
+    expected = {}
     for number, text in enumerate(texts):
-        assert found[number].ids.tolist() == target.generate(text[None], **call)[0].tolist()
-    between = "".join("|" if one == "round" else f"{one} " for one in events).split("|")
-    assert max(sum(map(int, part.split())) for part in between[1:]) == CHUNK and between[1:4] == ["5 ", "3 2 ", "5 "]
+        call = CALL | {"max_new_tokens": 1 if number else 30}
+        requests.ask(text, call, when[number - 1] if number else 0)
+        expected[number] = target.generate(text[None], **call)[0].tolist()
+    prompts_read.clear()
+
+    def seen(round: Any) -> None:
+        before.append(prompts_read[sum(map(len, before)) :])
+        requests.seen(round)
+        for number, pieces in requests.pieces.items():
+            if pieces:
+                first.setdefault(number, requests.round)
+
+    requests.batch.watch = seen
+    assert {number: answer.ids.tolist() for number, answer in requests.answers().items()} == expected
+    assert before[: 1 + len(parts)] == [[2], *parts] and max(map(sum, before)) <= chunk
+    assert [first[number] for number in range(1, len(texts))] == begin
+
+
+@pytest.mark.parametrize(
+    "rests,most,rows,expected",
+    [
+        ([40], 16, 4, [16]),
+        ([40, 3, 5], 16, 4, [8, 3, 5]),
+        ([40, 30, 9, 10], 16, 4, [4, 0, 9, 3]),
+        ([3, 30, 0, 5], 16, 4, [3, 8, 0, 5]),
+        ([9, 2], 3, 4, [1, 2]),
+        ([40, 40, 40], 16, 4, [16, 0, 0]),
+    ],
+)
+def test_what_is_read_between_two_rounds(rests: list[int], most: int, rows: int, expected: list[int]) -> None:
+    assert shares(rests, most, rows) == expected
 
 
 def test_what_others_have_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Knows slots, and the pool of what was read before; nothing of rounds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ class Reading:
     """A prompt that is read in parts, in slots of its own, perhaps after what a pool has of it; then its row takes them over.
 
     Attributes:
-        read, known: columns that have been read, and those of them that had been before.
+        read: columns that have been read, in this batch or before it.
     """
 
     def __init__(self, call: Assembly, row: int, asked: Asked, pool: SessionPool | None):
@@ -50,8 +51,9 @@ class Reading:
             asked.recorder.cached_tokens = self.known
 
     @property
-    def is_read(self) -> bool:
-        return self.read == len(self.asked.prompt) - 1
+    def rest(self) -> int:
+        """Tokens to be read."""
+        return len(self.asked.prompt) - 1 - self.read
 
     def read_on(self, most: int) -> int:
         """Read further tokens, if possible no more than so many. Returns how many."""
@@ -71,3 +73,18 @@ class Reading:
         with self.lent:
             give_back(cache, self.row, self.slots, self.read)
             self.found.keep(self.slots, ids[None], (drafter, None))
+
+
+def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
+    """How many tokens of each prompt are read before the next round, no more than `most` in all.
+
+    The shortest rest goes first. The prompt that came first gets at least a row's share, so that further ones don't hold it up.
+
+    rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch.
+    """
+    first = min(rests[0], max(1, most // rows))
+    found, left = [first, *[0] * (len(rests) - 1)], most - first
+    for place in sorted(range(len(rests)), key=rests.__getitem__):
+        more = min(rests[place] - found[place], left)
+        found[place], left = found[place] + more, left - more
+    return found

@@ -39,7 +39,7 @@ from ..engine.verifiable import masks_of, obstacle_to_refills
 from ..generation import Generation
 from ..methods import Drafting
 from .distributions import OfRows
-from .reading import Reading
+from .reading import Reading, shares
 from .texts import Answer, Asked, Rows
 
 _NOT_HERE = {  # arguments of `generate` that belong to a single batch
@@ -207,21 +207,22 @@ class Batch:
         self._begin(row, asked)
 
     def _read_on(self) -> Iterator[tuple[Asked, Answer]]:
-        """Read on in prompts, of which least has been read first. Returns those that nobody waits for any more."""
-        left = self.chunk or 0
+        """Read on in prompts, `chunk` tokens of all. Returns those that nobody waits for any more."""
         for one in [one for one in self.reading if one.asked.left()]:
             self.reading.remove(one)
             self.free.append(one.row)
             one.lent.close()
             yield one.asked, Answer(one.asked.index, one.asked.prompt, len(one.asked.prompt))
-        while self.reading and left > 0:
-            one = min(self.reading, key=lambda one: one.read - one.known)
+        parts = shares([one.rest for one in self.reading], self.chunk or 0, self.text.rows) if self.reading else []
+        for one, part in sorted(zip(self.reading, parts, strict=True), key=lambda found: found[0].rest):
+            if not part and one.rest:
+                continue
             started = now()
-            left -= one.read_on(left)
+            one.read_on(part)
             seconds = now() - started
             for recorder in filter(None, (self.recorder, one.asked.recorder)):
                 recorder.read_prompt(seconds)
-            if one.is_read:
+            if not one.rest:
                 self.reading.remove(one)
                 take_over(self.call.target.cache, one.row, one.slots)
                 if one.found is not None:

@@ -32,6 +32,7 @@ from assisted import (
     Suffix,
 )
 from assisted.many import Answer
+from assisted.many.reading import Reading
 from assisted.methods.shared.model_drafter import ModelDrafting
 from assisted.methods.suffix.tree import END
 
@@ -110,6 +111,49 @@ def test_every_answer_is_that_of_its_prompt_alone(draft: str, rows: int) -> None
     new = [len(expected[number]) - len(text) for number, text in enumerate(texts)]
     assert sorted(report.row_tokens) == sorted(new) and report.new_tokens == sum(new)
     assert draft in ("ngram", "p-eagle") or report.accepted > 0
+
+
+def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each part of a prompt that the target reads from now on."""
+    read, own = list[int](), Reading.read_on
+
+    def read_on(one: Reading, most: int) -> int:
+        read.extend([tokens] if (tokens := own(one, most)) else [])
+        return tokens
+
+    monkeypatch.setattr(Reading, "read_on", read_on)
+    return read
+
+
+@pytest.mark.parametrize(
+    "draft,family,rows,least",
+    [
+        ("suffix", "llama", 4, 3 * 40 + 42 + 20),
+        ("model", "gemma2", 4, 3 * 40 + 42 + 20),
+        ("eagle-1", "llama", 4, 3 * 40 + 42 + 20),
+        ("list of heads", "llama", 3, 3 * 40 + 42 + 20),
+        ("early-exit:1", "mistral", 2, 4 * 40 + 20),
+        ("model", "gpt2", 1, 4 * 40),  # the last but one is read where the document was
+    ],
+)
+def test_a_beginning_that_texts_share_is_read_once(
+    draft: str, family: str, rows: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Questions about one document, one of them again, another text, and half of the document."""
+    target = build(BY_NAME[family])
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4)
+    document = random_ids(target, 1, 40, seed=5)[0]
+    texts = [torch.cat([document, random_ids(target, 1, 3 + number, seed=number)[0]]) for number in range(4)]
+    texts += [texts[0], random_ids(target, 1, 9, seed=9)[0], torch.cat([document[:20], document[:6]])]
+    expected, read = alone(target, texts, **EARLY), parts_read(monkeypatch)
+    assert answered(model, texts, rows=rows, **EARLY) == expected
+    report = model.report
+    assert report is not None and not report.warnings
+    shared = sum(len(text) - 1 for text in texts) - sum(read)
+    assert report.shared_tokens == report.cached_tokens == shared >= least
+    assert f"{shared} tokens of the prompt were known and not read again, {shared} of them by another row" in str(
+        report
+    )
 
 
 WITH_HEADS: dict[str, Callable[[Any], Any]] = {

@@ -10,14 +10,13 @@ import pytest
 import torch
 from architectures import build, half_right, random_ids
 from pairs import BY_NAME, CALL, ENDS, tokenizer
-from test_many import DRAFTS
+from test_many import DRAFTS, parts_read
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, SessionPool
 from assisted.core.report import Recorder
 from assisted.distribution import Distribution, Draws
-from assisted.engine.runner import CachedModel
 from assisted.lengths.policies import Never
 from assisted.many.reading import shares
 from assisted.many.rows import Batch, Preparation, asked_of
@@ -192,19 +191,6 @@ def test_a_row_that_joins_has_its_own_drafts_and_its_own_limit() -> None:
         assert recorder.target_passes == -(-new // 5)
 
 
-@pytest.fixture
-def prompts_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each forward pass over a prompt's part."""
-    read, own = list[int](), CachedModel.prefill
-
-    def prefill(self: Any, ids: torch.Tensor, mask: Any) -> torch.Tensor:
-        read.append(ids.shape[1])
-        return own(self, ids, mask)
-
-    monkeypatch.setattr(CachedModel, "prefill", prefill)
-    return read
-
-
 @pytest.mark.parametrize(
     "widths,when,rows,chunk,parts,begin",
     [
@@ -221,7 +207,7 @@ def test_prompts_are_read_in_parts_between_rounds(
     chunk: int,
     parts: list[list[int]],
     begin: list[int],
-    prompts_read: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside a text that is being written, no more than a chunk is read before each round. A short prompt does not wait for the
     end of a long one, nor a long one for short ones that keep coming. Those that fit into a chunk begin with the next round.
@@ -238,10 +224,10 @@ def test_prompts_are_read_in_parts_between_rounds(
         call = CALL | {"max_new_tokens": 1 if number else 30}
         requests.ask(text, call, when[number - 1] if number else 0)
         expected[number] = target.generate(text[None], **call)[0].tolist()
-    prompts_read.clear()
+    read = parts_read(monkeypatch)
 
     def seen(round: Any) -> None:
-        before.append(prompts_read[sum(map(len, before)) :])
+        before.append(read[sum(map(len, before)) :])
         requests.seen(round)
         for number, pieces in requests.pieces.items():
             if pieces:
@@ -287,3 +273,26 @@ def test_what_others_have_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch
     third = torch.cat([found[1].ids, random_ids(target, 1, 9)[0]])[None]
     assert model.generate(third, **CALL).tolist() == target.generate(third, **CALL).tolist()
     assert model.report is not None and model.report.cached_tokens == len(found[1].ids) - 1
+
+
+def test_a_prompt_waits_for_another_that_reads_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read once. If its client leaves, the next one reads it. Without a pool, nothing is shared."""
+    target = build(BY_NAME["llama"])
+    document = random_ids(target, 1, 30)[0]
+    texts = [torch.cat([document, random_ids(target, 1, 4 + seed, seed=seed)[0]]) for seed in range(3)]
+    expected = [target.generate(text[None], **CALL)[0].tolist() for text in texts]
+    read = parts_read(monkeypatch)
+    for pool, leaves, most in (
+        (SessionPool(), False, 30 + 12),
+        (SessionPool(), True, 30 + 9 + 5),
+        (None, False, 30 * 3 + 12),
+    ):
+        read.clear()
+        model = AssistedModelForCausalLM.from_models(target, half_right(target), draft_length=4, sessions=pool)
+        requests = Requests(model, 4)
+        for at, text in enumerate(texts):
+            requests.ask(text, CALL, patience=0 if leaves and not at else 999)
+        found = requests.answers()
+        assert [found[at].ids.tolist() for at in (1, 2)] == expected[1:] and sum(read) <= most
+        shared = [asked.recorder.shared_tokens for _, asked in requests.coming]
+        assert shared == [0, 0 if leaves or pool is None else 30, 0 if pool is None else 30]

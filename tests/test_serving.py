@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import pair
+from test_many import parts_read
 from test_threads import in_threads
 
 from assisted import AssistedModelForCausalLM, SessionPool
@@ -25,7 +26,6 @@ from assisted.cli.main import main
 from assisted.extras import install
 from assisted.lab.audit import Server as Audited
 from assisted.lab.audit import Settings, audit
-from assisted.many.reading import Reading
 from assisted.serving import Server
 from assisted.serving.answers import Answers, Pieces
 from assisted.serving.fields import Refused
@@ -580,10 +580,8 @@ def test_a_second_client_is_answered_while_the_first_is(
 ) -> None:
     """The first one's call goes on in a row, and what it has read is not read again; the second one's first token comes before
     the first one's last, and a third one, who cannot join, has the next turn."""
-    other, read = ENDLESS | {"prompt": "import os\n" * 9, "max_tokens": 12}, list[int]()
+    other, read = ENDLESS | {"prompt": "import os\n" * 9, "max_tokens": 12}, parts_read(monkeypatch)
     first = ENDLESS | {"prompt": "class Queue:\n    def push(self, value):\n        self.values.append(value)\n"}
-    own = Reading.read_on
-    monkeypatch.setattr(Reading, "read_on", lambda one, most: read.append(own(one, most)) or read[-1])
     clients.comes = lambda: [clients.ask(other), clients.ask(ENDLESS | {"n": 2, "max_tokens": 5})]
     clients.ask(first)
     found = clients.end()
@@ -664,7 +662,7 @@ def test_an_error_in_a_batch_ends_its_rows_alone(clients: Clients, model: Any, m
 
     def come() -> None:
         clients.ask(ENDLESS)
-        monkeypatch.setattr("assisted.many.rows.take_over", fail)
+        monkeypatch.setattr("assisted.many.reading.take_over", fail)
 
     clients.comes = come
     clients.ask(ENDLESS)

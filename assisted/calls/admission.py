@@ -281,7 +281,7 @@ def _cannot_go_on(inputs: LoopInputs, trusted: Trust, settings: CallSettings) ->
         return "the model's rotary angles depend on the length of the text"
     if settings.ranks.several:
         return "several processes might find different texts"
-    return obstacle_to_reading_on(model, trusted)
+    return obstacle_to_reading_on(model, trusted, settings.refills)
 
 
 def _cannot_rewind(inputs: LoopInputs) -> str | None:

@@ -41,7 +41,8 @@ class Report:
         prompt_seconds: the part of that for the prompt.
         once_seconds: one-time work, which later calls like this one do not repeat: compiling, copies of weights and their
             comparison, captures.
-        cached_tokens: columns of the prompt that an earlier call had read and that were not read again.
+        cached_tokens: columns of the prompt that an earlier call or another row had read and that were not read again.
+        shared_tokens: the part of these that another row of the batch had read.
         plain_seconds_per_token: mean time of the target's forward passes over one token; None if every pass had a draft, or
             none was timed.
         predicted_speedup: committed tokens per second relative to the same loop without drafts, from the costs that the draft
@@ -73,6 +74,7 @@ class Report:
     prompt_seconds: float = 0.0
     once_seconds: float = 0.0
     cached_tokens: int = 0
+    shared_tokens: int = 0
     plain_seconds_per_token: float | None = None
     predicted_speedup: float | None = None
     assisted_share: float = 0.0
@@ -124,7 +126,8 @@ class Report:
             }
             lines.append("time: " + ", ".join(f"{took:.2f} s {name}" for name, took in parts.items()))
         if self.cached_tokens:
-            lines.append(f"{self.cached_tokens} tokens of the prompt were known and not read again")
+            shared = f", {self.shared_tokens} of them by another row" if self.shared_tokens else ""
+            lines.append(f"{self.cached_tokens} tokens of the prompt were known and not read again{shared}")
         if self.predicted_speedup is not None:
             lines.append(f"predicted speedup over no draft {self.predicted_speedup:.2f}")
         if self.assisted_share < 1:
@@ -150,7 +153,7 @@ class Report:
 
 _ADDED = (
     *("seconds", "draft_seconds", "verify_seconds", "prompt_seconds", "once_seconds", "plain_seconds"),
-    *("cached_tokens", "tokens"),
+    *("cached_tokens", "shared_tokens", "tokens"),
     *("plain_tokens", "assisted_tokens", "target_passes", "drafted", "accepted"),
 )
 
@@ -172,6 +175,7 @@ class Recorder:
     prompt_seconds: float = 0.0
     once_seconds: float = 0.0
     cached_tokens: int = 0
+    shared_tokens: int = 0
     plain_seconds: float = 0.0
     tokens: int = 0
     plain_tokens: int = 0

@@ -19,6 +19,13 @@ from .cache import SlotCache
 from .session import LEAST, Session, can_go_on
 
 
+def in_common(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many tokens two texts, [any] int64, have in common at their beginning."""
+    most = min(len(one), len(other))
+    differ = one[:most] != other[:most]
+    return int(differ.int().argmax()) if bool(differ.any()) else most
+
+
 class State(Protocol):
     """A model with its weights as they were when it read something (`fast.sources.Source`)."""
 
@@ -42,10 +49,8 @@ class _Entry:
     readers: int = 0
 
     def shared(self, ids: torch.Tensor) -> int:
-        """How many tokens a text has in common with this one, at their beginning. ids: [P] int64 on the host."""
-        most = min(len(self.text), len(ids))
-        differ = self.text[:most] != ids[:most]
-        return int(differ.int().argmax()) if bool(differ.any()) else most
+        """As `in_common` with this one. ids: [P] int64 on the host."""
+        return in_common(self.text, ids)
 
     def usable(self, shared: int, width: int) -> int:
         """How many tokens need not be read again of a prompt with `width` tokens."""

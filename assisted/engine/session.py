@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
 from .runner import CachedModel
-from .states import SavedStates, held, nbytes_of
+from .states import SavedStates, StateCache, copy_row, held, nbytes_of
 from .traits import Change
 
 LEAST = 16  # tokens; fewer are read again
@@ -337,40 +337,34 @@ def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> Slo
 
 
 def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
-    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding. Of `states`,
-    `of_running` are then the row's, [1, n, D]; there are none if n is 0."""
+    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding."""
     with runner.cache.renewing(row, ids.shape[1]):
-        runner.states.end()
         if ids.shape[1]:
             runner.prefill(ids.expand(runner.cache.rows, -1), None)
-        elif not (runner.cache.can_rewind or runner.cache.states()):
-            # states get their shapes from a token that does not count
-            runner.prefill(ids.new_zeros(runner.cache.rows, 1), None)
-            runner.states.end()
 
 
 def take_over(cache: SlotCache, row: int, one: SlotCache) -> None:
     """Give a row what slots of a single row hold, all `lengths[0]` columns, while other rows keep theirs."""
-    place, length = cache.order.index(row), one.lengths[0]
-    for index, layer in enumerate(one.layers):
-        if layer.is_initialized:  # others share another layer's keys
-            cache.layer(index).make_room(length, layer.keys, layer.values)
-            for store, held in zip(_stores(cache.layer(index)), _stores(layer), strict=True):
-                store[place, :, :length] = held[0, :, :length]
-    cache.padding[row], cache.lengths[row] = 0, length
-    cache.start = max(cache.lengths)
+    copy_columns(one, 0, cache, row, 0)
+    cache.padding[row] = cache.prompt_padding[row] = 0
 
 
-def give_back(cache: SlotCache, row: int, one: SlotCache, known: int) -> None:
-    """Add to slots of a single row, which hold the first `known` columns of a row, its further ones."""
-    place, length = cache.order.index(row), cache.lengths[row]
-    one.limit = max(one.limit, length)
-    for index, layer in enumerate(cache.layers):
-        if layer.is_initialized:
-            one.layer(index).make_room(length, layer.keys, layer.values)
-            for held, store in zip(_stores(one.layer(index)), _stores(layer), strict=True):
-                held[0, :, known:length] = store[place, :, known:length]
-    one.lengths, one.start = [length], length
+def copy_columns(source: SlotCache, row: int, target: SlotCache, to: int, first: int, end: int | None = None) -> None:
+    """Copy columns of a row, from `first` to `end` or its last one, and its states, to a row of other slots that holds those
+    before."""
+    at, place, end = source.order.index(row), target.order.index(to), source.lengths[row] if end is None else end
+    target.limit = max(target.limit, end)
+    for index, layer in enumerate(source.layers):
+        if (
+            isinstance(layer, SlotLayer) and layer.is_initialized
+        ):  # others share another layer's keys, or have states alone
+            target.layer(index).make_room(end, layer.keys, layer.values)
+            for held, store in zip(_stores(target.layer(index)), _stores(layer), strict=True):
+                held[place, :, first:end] = store[at, :, first:end]
+    if isinstance(source, StateCache) and isinstance(target, StateCache):
+        copy_row(source, at, target, place)
+    target.lengths[to] = end
+    target.start = max(target.lengths)
 
 
 def _stores(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

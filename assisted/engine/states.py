@@ -122,32 +122,6 @@ class StateCache(SlotCache):
         finally:
             self.go_back()
 
-    @contextmanager
-    def renewing(self, row: int, width: int) -> Iterator[None]:
-        """As SlotCache; the row's states become those after the other text."""
-        before = [{name: getattr(layer, name) for name in (*STATES, *_FLAGS)} for layer in self.state_layers]
-        for layer, own in zip(self.state_layers, before, strict=True):
-            for name in (*STATES, *_FLAGS[:3]):
-                setattr(layer, name, dict.fromkeys(own[name], None if name in STATES else False))
-        try:
-            with super().renewing(row, width):
-                yield
-        finally:
-            for layer, own in zip(self.state_layers, before, strict=True):
-                self._put(layer, own, row, width)
-
-    def _put(self, layer: Any, own: dict[str, dict[int, Any]], row: int, width: int) -> None:
-        """Give a layer its own states and flags back, with the state that it has now, [1, ...], in the place of a row."""
-        for name in STATES:
-            for index, state in getattr(layer, name).items():
-                if state is not None and own[name][index] is None:
-                    own[name][index] = state.new_zeros(self.rows, *state.shape[1:])
-                    own |= {flag: getattr(layer, flag) for flag in _FLAGS}
-                if own[name][index] is not None:
-                    own[name][index][self.order.index(row)] = state[0] if width else 0
-        for name, values in own.items():
-            setattr(layer, name, values)
-
     def rewind(self, known: list[int]) -> None:
         """Not possible; raises ValueError unless there is nothing to discard."""
         if known != self.known:
@@ -281,14 +255,6 @@ class ColumnCache(StateCache):
     def state_bytes(self) -> int:  # type: ignore[override]
         """As StateCache, with what layers have read in the widest forward pass."""
         return super().state_bytes + self._most[1]
-
-    @contextmanager
-    def renewing(self, row: int, width: int) -> Iterator[None]:
-        """As StateCache."""
-        self.columns = None  # as while a prompt is read
-        self.forget_read()
-        with super().renewing(row, width):
-            yield
 
     def go_back(self) -> None:
         """As StateCache; what was read since is forgotten."""
@@ -467,6 +433,19 @@ def _copy_states(source: Any, layer: Any, places: list[int] | None = None) -> No
         copies = {index: None if one is None else one[places] if places else one.clone() for index, one in given}
         setattr(layer, name, copies)
     _copy_flags(source, layer)
+
+
+def copy_row(source: StateCache, at: int, target: StateCache, to: int) -> None:
+    """Copy the states of a row into another cache, which gets them if it has none. at, to: indices in the layers' tensors."""
+    for layer, own in zip(source.state_layers, target.state_layers, strict=True):
+        for name in STATES:
+            held = getattr(own, name)
+            for index, state in getattr(layer, name).items():
+                if state is not None and held[index] is None:
+                    held[index] = state.new_zeros(target.rows, *state.shape[1:])
+                    _copy_flags(layer, own)
+                if state is not None:
+                    held[index][to] = state[at]
 
 
 def _copy_flags(source: Any, layer: Any) -> None:

@@ -207,12 +207,12 @@ def _buffers_kept(model: PreTrainedModel) -> Iterator[None]:
                 buffer.data.copy_(kept)
 
 
-def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust) -> str | None:
+def obstacle_to_reading_on(model: PreTrainedModel, trusted: Trust, refills: bool = False) -> str | None:
     """Why a prompt can't be read in two parts; None if it can. A state after the first part is tried with a few tokens: some
-    layers read several tokens from an empty state only."""
+    layers read several tokens from an empty state only. refills: as for `masks_of`."""
     if not Traits.of(model).is_recurrent:
         return None
-    masks = masks_of(model, trusted)
+    masks = masks_of(model, trusted, refills=refills)
 
     def trial() -> str | None:
         ids = (torch.arange(7, 19, device=device_of(model))[None] * 7919) % Traits.of(model).vocabulary

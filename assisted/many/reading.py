@@ -8,71 +8,117 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from ..calls.admission import lent_to
 from ..calls.assembly import Assembly
 from ..engine.cache import SlotCache
+from ..engine.needs import States
 from ..engine.pool import SessionPool
 from ..engine.recurrent import slots_for
 from ..engine.runner import CachedModel
-from ..engine.session import give_back, go_on
+from ..engine.session import copy_columns, go_on, take_over
 from ..engine.states import held
+from ..engine.verifiable import obstacle_to_reading_on
 from ..methods import Drafter
 from .texts import Asked
 
 
 class Reading:
-    """A prompt that is read in parts, in slots of its own, perhaps after what a pool has of it; then its row takes them over.
+    """A prompt that is read in parts, in slots of its own, perhaps after what a pool or another row has of it. At its end, its
+    row takes them over.
 
     Attributes:
-        read: columns that have been read, in this batch or before it.
+        read: columns that have been read, here or before. known, shared: those of them that a pool, or another row had read.
+        in_parts: whether the target can read on after a part.
+        after, until: the prompt that will have read so many of its columns, for which it waits; None if it does not.
     """
 
+    after: Reading | None = None
+    until = shared = 0
+
     def __init__(self, call: Assembly, row: int, asked: Asked, pool: SessionPool | None):
-        self.row, self.asked, self.lent = row, asked, ExitStack()
-        target, session = call.target, None
-        self.found = None
-        if asked.inputs is not None and target.reads_on:
+        self.call, self.row, self.asked, self.lent = call, row, asked, ExitStack()
+        target, settings, model = call.target, call.settings, call.inputs.model
+        reads_on = target.reads_on and obstacle_to_reading_on(model, settings.trust_in(model), refills=True) is None
+        self.in_parts, self.found = reads_on, None
+        if asked.inputs is not None and reads_on and not target.needs.states:
             inputs = replace(asked.inputs, ids=asked.prompt[None], kwargs={asked.inputs.cache_name: asked.inputs.cache})
-            self.found = self.lent.enter_context(lent_to(inputs, pool, call.settings))
-        if self.found is not None:
-            session = self.found.session
+            self.found = self.lent.enter_context(lent_to(inputs, pool, settings))
+        session = None if self.found is None else self.found.session
         if session is not None and session.in_slots:
             self.known, self.slots = session.get_seq_length(), session.go_on(1, asked.limit)
         else:
             self.known = 0 if session is None else held(session)
-            self.slots = slots_for(call.inputs.model, session, 1, asked.limit, target.masks)
+            self.slots = slots_for(model, session, 1, asked.limit, target.masks)
         self.read = self.known
-        self.runner = CachedModel(target.bare, self.slots, target.masks)
+        self.runner = CachedModel(target.bare, self.slots, target.masks, replace(target.needs, split=False))
         self.runner.settings = target.settings
-        if asked.recorder is not None:
-            asked.recorder.cached_tokens = self.known
+        self.parts: list[dict[int, torch.Tensor]] = []  # of the hidden states that drafters need, [1, n, D] each
 
     @property
     def rest(self) -> int:
         """Tokens to be read."""
         return len(self.asked.prompt) - 1 - self.read
 
+    @property
+    def states(self) -> States:
+        """The hidden states of all columns that have been read here."""
+        names = self.parts[0] if self.parts else ()
+        taps: Any = {name: SimpleNamespace(hidden=torch.cat([part[name] for part in self.parts], 1)) for name in names}
+        return States(taps, self.call.target.cache)
+
     def read_on(self, most: int) -> int:
         """Read further tokens, if possible no more than so many. Returns how many."""
-        rest = self.asked.prompt[self.read : -1]
-        part = rest[:most] if self.runner.reads_on else rest
-        go_on(self.slots, self.read, self.asked.limit)
-        if len(part):
-            self.runner.prefill(part[None], None)
-        else:
-            self.slots.begin_rounds()
-        self.read += len(part)
-        return len(part)
+        ends = (
+            [] if self.found is None or self.slots.can_rewind else [end for end in self.found.ends if end > self.read]
+        )
+        before, end = self.read, self.read + (min(most, self.rest) if self.in_parts else self.rest)
+        for stop in [*(one for one in ends if one < end), end]:
+            self._read(self.asked.prompt[None, self.read : stop])
+            if self.found is not None and stop in ends:
+                self.found.mark(self.slots, self.asked.prompt[None, : stop + 1])
+        return self.read - before
 
-    def leave(self, cache: SlotCache, ids: torch.Tensor, drafter: Drafter) -> None:
-        """The text has ended. cache: of the rows. ids: [L] int64, all of it."""
-        assert self.found is not None
+    def _read(self, ids: torch.Tensor) -> None:
+        go_on(self.slots, self.read, self.asked.limit)
+        if ids.shape[1]:
+            self.runner.prefill(ids, None)
+            self.parts.append({name: self.runner.states.of_running(name) for name in self.runner.states})
+        elif not (self.read or self.slots.can_rewind):  # states get their shapes from a token that does not count
+            self.runner.prefill(self.asked.prompt[None, :1], None)
+            for state in self.slots.states():
+                state.zero_()
+            go_on(self.slots, 0, self.asked.limit)
+        self.read += ids.shape[1]
+        self.slots.begin_rounds(self.read)
+
+    def take(self, slots: SlotCache, row: int, end: int, states: States) -> None:
+        """Take over columns up to `end` that a row of other slots holds. states: of its text, as far as drafters need them."""
+        copy_columns(slots, row, self.slots, 0, self.read, end)
+        self.parts.append({name: states.of_running(name)[:, self.read : end] for name in states})
+        self.read, self.shared, self.after = end, end - self.read, None
+
+    def join(self) -> None:
+        """All is read: give the row its slots."""
+        target = self.call.target
+        take_over(target.cache, self.row, self.slots)
+        target.states = self.states
+        if self.found is not None:
+            self.found.session.forget()  # `leave` has all of it
+        del self.slots, self.runner
+
+    def leave(self, ids: torch.Tensor, drafter: Drafter) -> None:
+        """The text has ended. ids: [L] int64, all of it."""
+        target = self.call.target
         with self.lent:
-            give_back(cache, self.row, self.slots, self.read)
-            self.found.keep(self.slots, ids[None], (drafter, None))
+            if self.found is not None:
+                slots = slots_for(self.call.inputs.model, None, 1, len(ids), target.masks)
+                copy_columns(target.cache, self.row, slots, 0, 0)
+                self.found.keep(slots, ids[None], (drafter, None))
 
 
 def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
@@ -82,7 +128,7 @@ def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
 
     rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch.
     """
-    first = min(rests[0], max(1, most // rows))
+    first = min(rests[0], most, max(1, most // rows))
     found, left = [first, *[0] * (len(rests) - 1)], most - first
     for place in sorted(range(len(rests)), key=rests.__getitem__):
         more = min(rests[place] - found[place], left)

@@ -8,6 +8,7 @@ the next round reads.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,10 +31,10 @@ from ..core.host import now
 from ..core.report import Recorder
 from ..decoding import decode
 from ..distribution import Distribution, needs_prompt
-from ..engine.cache import SlotCache
+from ..engine.pool import in_common
 from ..engine.prepared import CallSettings
 from ..engine.ranks import ranks_of
-from ..engine.session import renew, take_over
+from ..engine.session import LEAST
 from ..engine.traits import change_of
 from ..engine.verifiable import masks_of, obstacle_to_refills
 from ..generation import Generation
@@ -150,7 +151,10 @@ class Batch:
         self.pool = None if chunk is None else generation.asks.sessions
         self.free = list(range(rows))
         self.reading: list[Reading] = []
-        self.lent: dict[int, Reading] = {}  # by row, whose prompt was read
+        self.begun: dict[int, Reading] = {}  # by row, the prompt that it holds, also after the end of its text
+        self.shares = (
+            chunk is None or self.pool is not None
+        )  # whether a prompt may begin with what another one has read
         self.waits: Callable[[], bool] = lambda: False
         self.text = text = Rows(rows, inputs.ids.device, lambda: bool(self.reading or (self.free and self.waits())))
         self.distribution = OfRows([None] * rows)
@@ -189,22 +193,36 @@ class Batch:
                 yield asked, answer
 
     def _admit(self, row: int, asked: Asked) -> None:
-        width, target = len(asked.prompt), self.call.target
-        if width > target.context:
+        width, context = len(asked.prompt), self.call.target.context
+        if width > context:
             raise ValueError(
-                f"prompts: number {asked.index} has {width} tokens, but the target's context ends at {target.context}"
+                f"prompts: number {asked.index} has {width} tokens, but the target's context ends at {context}"
             )
-        if (
-            self.chunk is not None
-            and type(target.cache) is SlotCache
-            and not (target.needs.states or target.needs.split)
-        ):
-            self.reading.append(Reading(self.call, row, asked, self.pool))
+        self.reading.append(Reading(self.call, row, asked, self.pool))
+        self._follow(self.reading[-1])
+
+    def _follow(self, one: Reading) -> None:
+        """Let a prompt take over what another one has read, or will have, of the tokens with which both begin."""
+        if not (self.shares and one.slots.can_rewind):
             return
-        started = now()
-        renew(target, row, asked.prompt[None, :-1])
-        self.recorder.read_prompt(now() - started)
-        self._begin(row, asked)
+        prompt, end, source = one.asked.prompt, one.read + LEAST - 1, None
+        for other in (*self.reading[: self.reading.index(one)], *self.begun.values()):
+            text, row = other.asked.prompt, other.row
+            if self.begun.get(row) is other and not self.call.target.needs.states:  # which are those of prompts alone
+                text = self.text.ids[row, : self.text.lengths[row]]
+            if (shared := in_common(prompt[:-1], text[:-1])) > end:
+                end, source = shared, other
+        if source is not None:
+            has_begun = self.begun.get(source.row) is source
+            if has_begun or source.read >= end:
+                slots, row = (self.call.target.cache, source.row) if has_begun else (source.slots, 0)
+                one.take(slots, row, end, source.states)
+            else:
+                one.after, one.until = source, end
+
+    def _ahead(self, one: Reading) -> int:
+        """Tokens of a prompt to be read until it can begin, or until another one can go on that waits for it."""
+        return min([one.rest, *(other.until - one.read for other in self.reading if other.after is one)])
 
     def _read_on(self) -> Iterator[tuple[Asked, Answer]]:
         """Read on in prompts, `chunk` tokens of all. Returns those that nobody waits for any more."""
@@ -212,22 +230,38 @@ class Batch:
             self.reading.remove(one)
             self.free.append(one.row)
             one.lent.close()
+            for other in [other for other in self.reading if other.after is one]:
+                other.after = None
+                self._follow(other)
             yield one.asked, Answer(one.asked.index, one.asked.prompt, len(one.asked.prompt))
-        parts = shares([one.rest for one in self.reading], self.chunk or 0, self.text.rows) if self.reading else []
-        for one, part in sorted(zip(self.reading, parts, strict=True), key=lambda found: found[0].rest):
-            if not part and one.rest:
-                continue
-            started = now()
-            one.read_on(part)
-            seconds = now() - started
+        left = self.chunk or sys.maxsize
+        while ready := [one for one in self.reading if one.after is None and (left > 0 or not one.rest)]:
+            parts = shares([self._ahead(one) for one in ready], left, self.text.rows)
+            for one, part in sorted(zip(ready, parts, strict=True), key=lambda found: self._ahead(found[0])):
+                if part or not one.rest:
+                    left -= self._read_part(one, part)
+
+    def _read_part(self, one: Reading, most: int) -> int:
+        """Read on in a prompt, and begin with its text if that was the end. Returns how many tokens were read."""
+        started = now()
+        read = one.read_on(most)
+        seconds = now() - started
+        for recorder in filter(None, (self.recorder, one.asked.recorder)):
+            recorder.read_prompt(seconds)
+        for other in self.reading:
+            if other.after is one and one.read >= other.until:
+                other.take(one.slots, 0, other.until, one.states)
+        if not one.rest:
+            self.reading.remove(one)
+            one.join()
+            self.begun[one.row] = one
+            if not self.shares:
+                one.parts = []
             for recorder in filter(None, (self.recorder, one.asked.recorder)):
-                recorder.read_prompt(seconds)
-            if not one.rest:
-                self.reading.remove(one)
-                take_over(self.call.target.cache, one.row, one.slots)
-                if one.found is not None:
-                    self.lent[one.row] = one
-                self._begin(one.row, one.asked)
+                recorder.cached_tokens += one.known + one.shared
+                recorder.shared_tokens += one.shared
+            self._begin(one.row, one.asked)
+        return read
 
     def _begin(self, row: int, asked: Asked) -> None:
         """Begin with a text, of which the target has read all but the last token."""
@@ -246,8 +280,7 @@ class Batch:
             asked.recorder.row_tokens = [len(answer.new_tokens)]
         self.distribution.give(row, None)
         self.free.append(row)
-        if (one := self.lent.pop(row, None)) is not None:
-            one.leave(self.call.target.cache, answer.ids, self.drafter)
+        self.begun[row].leave(answer.ids, self.drafter)
 
     def _watch(self, round: Round) -> None:
         if self.watch is not None:
@@ -260,7 +293,7 @@ class Batch:
 
     def close(self) -> None:
         """Give up what is being written."""
-        for one in (*self.reading, *self.lent.values()):
+        for one in (*self.reading, *self.begun.values()):
             one.lent.close()
 
 

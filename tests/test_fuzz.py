@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import build, random_ids
 from fuzz import changes, edits
-from fuzz.cases import BY_NAME, Call, Case, Edit, draw
+from fuzz.cases import BY_NAME, Call, Case, Crowd, Edit, Request, draw
 from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, _Follow, run, same_text
@@ -18,6 +18,7 @@ from fuzz.running import NEAR, Outcome, _Follow, run, same_text
 from assisted.core import acceptance
 from assisted.engine import runner as runtime
 from assisted.fast import sources
+from assisted.many.distributions import OfRows
 
 ARGUMENTS = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
 SOUND = Case(
@@ -28,6 +29,13 @@ SOUND = Case(
         Call((9,), arguments=ARGUMENTS | {"streamer": True}),
     )
 )
+REQUESTS = [
+    Request(Call((12,), arguments=ARGUMENTS)),
+    Request(Call((30,), 3, arguments=ARGUMENTS | {"repetition_penalty": 1.2}), shares=9, when=4),
+    Request(Call((7,), 4, arguments=ARGUMENTS | {"do_sample": True, "temperature": 0.8}), when=1, draws=5),
+    Request(Call((20,), 5, prompt="known", arguments=ARGUMENTS), shares=9, patience=6),
+]
+CROWDED = Case(steps=(Crowd(tuple(REQUESTS[:1] * 2), 2), Crowd(tuple(REQUESTS), 2, 4, True)))
 
 
 def test_a_case_is_made_from_its_seed_and_number() -> None:
@@ -38,7 +46,7 @@ def test_a_case_is_made_from_its_seed_and_number() -> None:
 
 def test_a_case_prints_as_what_makes_it_again() -> None:
     for number in range(50):
-        assert eval(repr(draw(0, number))) == draw(0, number)
+        assert eval(repr(draw(0, number, crowds=0.5))) == draw(0, number, crowds=0.5)
 
 
 def test_all_architectures_and_edits_are_drawn() -> None:
@@ -54,6 +62,13 @@ def test_a_sound_pair_passes() -> None:
     outcome = run(SOUND)
     assert (outcome.failures, outcome.near_ties, outcome.refused, outcome.warned) == ([], [], [], [])
     assert (outcome.calls, outcome.tokens) == (3, 3 * 20 + 3 * 20 + 20)
+    assert outcome.drafted > outcome.accepted > 0
+
+
+def test_a_sound_crowd_passes() -> None:
+    outcome = run(CROWDED)
+    assert (outcome.failures, outcome.near_ties, outcome.refused, outcome.warned) == ([], [], [], [])
+    assert outcome.calls == 6 and 5 * 20 + 6 <= outcome.tokens <= 5 * 20 + 10
     assert outcome.drafted > outcome.accepted > 0
 
 
@@ -97,11 +112,26 @@ def a_position_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("plant", [one_too_many, stale_weights, a_position_too_far], ids=lambda plant: plant.__name__)
-def test_a_planted_defect_is_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def another_texts_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = OfRows.give
+    monkeypatch.setattr(OfRows, "give", lambda self, row, own: self.own[row] or sound(self, row, own))
+
+
+PLANTED = [(one_too_many, SOUND), (stale_weights, SOUND), (a_position_too_far, SOUND), (one_too_many, CROWDED)]
+PLANTED += [(a_position_too_far, CROWDED), (another_texts_settings, CROWDED)]
+
+
+@pytest.mark.parametrize(("plant", "case"), PLANTED)
+def test_a_planted_defect_is_found(plant: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    failures = run(SOUND).failures
+    failures = run(case).failures
     assert failures and "by the pair" in failures[0]
+
+
+def test_a_failing_crowd_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_too_many(monkeypatch)
+    (step,) = minimised(CROWDED, "tokens").steps
+    assert isinstance(step, Crowd) and len(step.requests) == step.rows == 1
 
 
 def test_a_failing_case_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from crowd import Requests
 from pairs import BY_NAME, CALL, ENDS, tokenizer
 from test_many import DRAFTS, parts_read
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, SessionPool
-from assisted.core.report import Recorder
-from assisted.distribution import Distribution, Draws
 from assisted.lengths.policies import Never
 from assisted.many.reading import shares
-from assisted.many.rows import Batch, Preparation, asked_of
-from assisted.many.texts import Answer, Asked
+from assisted.many.texts import Answer
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
-CHUNK = 5
 WORDS = tokenizer()
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -35,56 +32,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"stop_strings": ["a", "bc", "!"], "tokenizer": WORDS},
 ]
 """Of requests, each with one text. What depends on a prompt belongs to it alone."""
-
-
-class Requests:
-    """Requests to a batch, which come in some rounds, and whose clients leave after some tokens."""
-
-    def __init__(self, model: AssistedModelForCausalLM, rows: int, chunk: int | None = CHUNK):
-        self.model, self.rows, self.chunk, self.round = model, rows, chunk, 0
-        self.coming: list[tuple[int, Asked]] = []
-        self.pieces: dict[int, list[int]] = {}
-        self.batch: Any = None
-        self.prepared: dict[str, Any] = {}
-
-    def ask(
-        self, prompt: torch.Tensor, call: dict[str, Any], when: int = 0, patience: int = 999, seed: int | None = None
-    ) -> int:
-        key = str((call, len(prompt)))  # the same preparation serves requests that are alike
-        if key not in self.prepared:
-            generation = Preparation.of(self.model, None, call)
-            self.prepared[key] = generation, generation.inputs(prompt, call)
-        generation, inputs = self.prepared[key]
-        if self.batch is None:
-            self.batch = Batch(generation, inputs, self.rows, self.chunk)
-            self.batch.watch = self.seen
-        number = len(self.coming)
-        pieces = self.pieces[number] = list[int]()
-        about: dict[str, Any] = {"new": pieces.extend, "left": lambda: len(pieces) >= patience}
-        if seed is not None:
-            about["distribution"] = Distribution(inputs.processors, True, draws=Draws(1, seed))
-        self.coming.append((when, asked_of(inputs, number, prompt, recorder=Recorder(), **about)))
-        return number
-
-    def seen(self, round: Any) -> None:
-        self.round += 1
-
-    def answers(self) -> dict[int, Answer]:
-        """All texts, by the number of their request."""
-        waiting = sorted(self.coming, key=lambda one: one[0])
-
-        def waits() -> bool:
-            return bool(waiting) and waiting[0][0] <= self.round
-
-        found: dict[int, Answer] = {}
-        while waiting:  # a batch without texts ends, and its round does not come
-            self.round = max(self.round, waiting[0][0])
-            for asked, answer in self.batch.answers(lambda: waiting.pop(0)[1] if waits() else None, waits):
-                assert asked.index not in found
-                found[asked.index] = answer
-        for number, answer in found.items():
-            assert answer.new_tokens.tolist() == self.pieces[number]
-        return found
 
 
 def mixed(requests: Requests, target: Any, seed: int, count: int = 10) -> dict[int, tuple[list[int], int]]:

@@ -16,7 +16,7 @@ from pairs import ENDS
 
 from . import arguments, changes, drafts, edits, weights
 
-__all__ = ["BY_NAME", "CHANGED", "Call", "Case", "Edit", "draw"]
+__all__ = ["BY_NAME", "CHANGED", "CROWDS", "Call", "Case", "Crowd", "Edit", "Request", "draw"]
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
 FUSED = ("llama", "mistral", "mistral-window", "qwen2", "qwen3")  # have layers of this package's own: more to get wrong
@@ -25,6 +25,20 @@ ROTARY = (*FUSED, "phi3", "olmo2", "granite", "gemma", "stablelm", "starcoder2",
 ROWS = (1, 2, 3, 5, 8, 12)  # more cost little, and compare more
 KNOWN = 20  # tokens of the prompts that drafts know
 CHANGED = 0.2  # of the cases put somebody's code in the target
+CROWDS = 0.1  # of the cases have rows that come and go
+ALONE = {  # arguments of `generate` that rows do not take
+    *(
+        "streamer",
+        "num_return_sequences",
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        "num_beams",
+        "embeds",
+    ),
+    *("criteria", "max_time", "huge", "use_cache", "cache_implementation", "config_object"),
+    *("processors", "prefix_allowed", "watermarking", "guidance_scale", "negative", "encoder_repetition_penalty"),
+}
 HEAD = 8  # head_dim of the tiny models
 
 
@@ -63,6 +77,37 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Request:
+    """A text of a crowd.
+
+    Args:
+        call: of one row, as it is alone.
+        shares: how many tokens of its prompt are those that all such requests begin with. A known prompt is one of several.
+        when: the round in which it comes. patience: after how many new tokens nobody waits for more.
+        draws: the seed of its own numbers, which draw its tokens.
+    """
+
+    call: Call
+    shares: int = 0
+    when: int = 0
+    patience: int = 999
+    draws: int | None = None
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Texts in rows that come and go.
+
+    chunk: as for `Batch`; None for `generate_many`. pool: rows find what others have read.
+    """
+
+    requests: tuple[Request, ...]
+    rows: int = 3
+    chunk: int | None = None
+    pool: bool = False
+
+
+@dataclass(frozen=True)
 class Case:
     """A pair, and what is done with it.
 
@@ -73,7 +118,7 @@ class Case:
         packed: narrow products are packed as wide ones are, which tiny models do not have.
         weights_as: a name of `weights.NAMES`, or "" for the weights as they are.
         bits: of an exact="bits" pair, which is compared with itself without drafts, to the bit.
-        steps: calls and edits, in order.
+        steps: calls, crowds and edits, in order.
     """
 
     architecture: str = "llama"
@@ -87,13 +132,13 @@ class Case:
     packed: bool = False
     weights_as: str = ""
     bits: bool = False
-    steps: tuple[Call | Edit, ...] = ()
+    steps: tuple[Call | Crowd | Edit, ...] = ()
 
 
-def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
+def draw(seed: int, number: int, changed: float = CHANGED, crowds: float = CROWDS) -> Case:
     """Case `number` of `seed`. So many cases in turn go over all architectures as there are, and then again.
 
-    changed: the share of cases with somebody's code in the target.
+    changed: the share of cases with somebody's code in the target. crowds: that of rows that come and go.
     """
     chance = random.Random(f"{seed}:{number}")
     names = list(BY_NAME)
@@ -123,7 +168,47 @@ def draw(seed: int, number: int, changed: float = CHANGED) -> Case:
         chance.random() < 0.15,
         steps=steps,
     )
-    return _as_brought(random.Random(f"{seed}:{number}:brought"), case)
+    case = _as_brought(random.Random(f"{seed}:{number}:brought"), case)
+    crowding = random.Random(f"{seed}:{number}:crowd")
+    return _crowded(crowding, case) if crowding.random() < crowds else case
+
+
+def _crowded(chance: random.Random, case: Case) -> Case:
+    """The case with rows that come and go in place of its calls."""
+    steps: list[Crowd | Edit] = [_crowd(chance)]
+    for _ in range(chance.choice((0, 0, 1))):
+        steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100))] if chance.random() < 0.5 else []
+        steps.append(_crowd(chance))
+    return replace(case, bits=False, steps=tuple(steps))
+
+
+def _crowd(chance: random.Random) -> Crowd:
+    requests, many = [], chance.random() < 0.4
+    for _ in range(chance.choice((2, 6, 12, 18))):
+        call = _call(chance, 1, False)
+        if many and requests:  # all have the arguments of the first one
+            call = replace(call, arguments=requests[0].call.arguments)
+        elif chance.random() < 0.97:
+            call = replace(call, arguments={name: value for name, value in call.arguments.items() if name not in ALONE})
+        if "do_sample" not in call.arguments and not many and chance.random() < 0.25:
+            warped = [
+                {"top_k": 5},
+                {"top_p": 0.7},
+                {"temperature": 0.6, "top_k": 0},
+                {"min_p": 0.1, "temperature": 1.5},
+            ]
+            call = replace(call, arguments={**call.arguments, "do_sample": True, **chance.choice(warped)})
+        requests.append(
+            Request(
+                replace(call, pads="left"),
+                0 if call.prompt == "known" else chance.choice((0, 0, 3, 11, 40)),
+                chance.choice((0, 0, chance.randint(1, 40))),
+                chance.choice((999, 999, 999, chance.randint(1, 12))),
+                chance.randrange(100) if call.arguments.get("do_sample") and not many else None,
+            )
+        )
+    chunk = None if many else chance.choice((1, 4, 7, 256))
+    return Crowd(tuple(requests), chance.choice((1, 2, 3, 3, 4, 6)), chunk, chunk is not None and chance.random() < 0.4)
 
 
 def _as_brought(chance: random.Random, case: Case) -> Case:

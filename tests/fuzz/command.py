@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers.utils import logging
 
-from .cases import CHANGED, draw
+from .cases import CHANGED, CROWDS, draw
 from .changes import Effect
 from .minimise import kind_of, minimised
 from .running import Outcome, run
@@ -33,7 +33,7 @@ def main(words: list[str] | None = None) -> int:
     args = _parser().parse_args(words)
     if args.case is not None:
         return _one(args)
-    total = Total(args.seed, args.changed)
+    total = Total(args.seed, args.changed, args.crowds)
     try:
         for outcome in _outcomes(args, total):
             total.add(outcome)
@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.fuzz",
         description="Compares a target's own `generate` with the pair's, token by token, over random architectures, arguments, "
-        "drafts, continued turns and edits of the model between calls. A case is made from a seed and its number alone. "
-        "Exit status 1 where something differs; near-ties (two tokens closer than rounding) are counted apart.",
+        "drafts, continued turns, rows that come and go, and edits of the model between calls. A case is made from a seed and "
+        "its number alone. Exit status 1 where something differs; near-ties (tokens closer than rounding) are counted apart.",
     )
     parser.add_argument("--seed", type=int, default=0, help="of all cases (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="stop after so long")
@@ -62,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
         default=CHANGED,
         help="share of cases that change the target's code (default: %(default)s)",
     )
+    parser.add_argument(
+        "--crowds", type=float, default=CROWDS, help="share of cases of rows that come and go (default: %(default)s)"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, of one thread each (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--keep-going", action="store_true", help="do not stop after 20 failing cases")
@@ -71,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _one(args: argparse.Namespace) -> int:
     _prepare()
-    case = draw(args.seed, args.case, args.changed)
+    case = draw(args.seed, args.case, args.changed, args.crowds)
     print(case, flush=True)
     outcome = run(case, args.case)
     print(f"{outcome.tokens} tokens in {outcome.calls} calls, {outcome.accepted} of {outcome.drafted} accepted")
@@ -89,8 +92,8 @@ def _prepare() -> None:
     logging.disable_progress_bar()
 
 
-def _case(seed: int, number: int, changed: float, minimises: bool) -> Outcome:
-    case = draw(seed, number, changed)
+def _case(seed: int, number: int, changed: float, crowds: float, minimises: bool) -> Outcome:
+    case = draw(seed, number, changed, crowds)
     outcome = run(case, number)
     if outcome.failures and minimises:
         outcome.minimal = minimised(case, kind_of(outcome.failures[0]))
@@ -124,7 +127,7 @@ def _in_turn(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Ite
     for number in numbers:
         if over():
             return
-        yield _case(args.seed, number, args.changed, not args.no_minimise)
+        yield _case(args.seed, number, args.changed, args.crowds, not args.no_minimise)
 
 
 def _beside(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Iterator[Outcome]:
@@ -133,7 +136,8 @@ def _beside(args: argparse.Namespace, numbers: Iterable[int], over: Any) -> Iter
     with pool:
         while True:
             free = [] if over() else itertools.islice(left, 2 * args.jobs - len(running))
-            running |= {pool.submit(_case, args.seed, number, args.changed, not args.no_minimise) for number in free}
+            how = args.changed, args.crowds, not args.no_minimise
+            running |= {pool.submit(_case, args.seed, number, *how) for number in free}
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -147,6 +151,7 @@ class Total:
 
     seed: int
     changed: float
+    crowds: float
     cases: int = 0
     calls: int = 0
     tokens: int = 0
@@ -184,6 +189,7 @@ class Total:
         if outcome.failures:
             self.failed += 1
             share = "" if self.changed == CHANGED else f" --changed {self.changed:g}"
+            share += "" if self.crowds == CROWDS else f" --crowds {self.crowds:g}"
             again = f"--seed {self.seed} --case {number}{share}"
             self.failures.append(
                 {"again": again, "differs": outcome.failures, "case": repr(case), "smaller": repr(outcome.minimal)}

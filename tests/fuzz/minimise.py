@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from .cases import Call, Case
+from .cases import Call, Case, Crowd, Edit
 from .running import run
 
 ONE_TOKEN = ("top_k", "top_p", "temperature")  # leave one token to sample: they go with do_sample
@@ -40,8 +40,8 @@ def kind_of(failure: str) -> str:
 def _smaller(case: Case) -> Iterator[Case]:
     for number in range(len(case.steps)):
         steps = case.steps[:number] + case.steps[number + 1 :]
-        calls = [step for step in steps if isinstance(step, Call)]
-        if calls and calls[0].lengths[0]:
+        first = next((step for step in steps if not isinstance(step, Edit)), None)
+        if isinstance(first, Crowd) or (first is not None and first.lengths[0]):
             yield replace(case, steps=steps)
     plainer = {"config": {}, "attention": None, "dtype": "float32", "packed": False, "fast": "eager", "weights": 0}
     plainer |= {"weights_as": "", "bits": False}
@@ -49,9 +49,30 @@ def _smaller(case: Case) -> Iterator[Case]:
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
     for number, step in enumerate(case.steps):
-        if isinstance(step, Call):
-            for call in _smaller_call(step):
-                yield replace(case, steps=(*case.steps[:number], call, *case.steps[number + 1 :]))
+        if not isinstance(step, Edit):
+            for other in _smaller_call(step) if isinstance(step, Call) else _smaller_crowd(step):
+                yield replace(case, steps=(*case.steps[:number], other, *case.steps[number + 1 :]))
+
+
+def _smaller_crowd(crowd: Crowd) -> Iterator[Crowd]:
+    requests, count = crowd.requests, len(crowd.requests)
+    for left in (
+        requests[: count // 2],
+        requests[count // 2 :],
+        *(requests[:n] + requests[n + 1 :] for n in range(count)),
+    ):
+        if left and left != requests:
+            yield replace(crowd, requests=left)
+    if crowd.rows > 1:
+        yield replace(crowd, rows=crowd.rows - 1)
+    if crowd.pool:
+        yield replace(crowd, pool=False)
+    for number, one in enumerate(requests):
+        others = [replace(one, call=call) for call in _smaller_call(one.call)]
+        plain = {"shares": 0, "when": 0, "patience": 999}
+        others += [replace(one, **{name: value}) for name, value in plain.items() if getattr(one, name) != value]
+        for other in others:
+            yield replace(crowd, requests=(*requests[:number], other, *requests[number + 1 :]))
 
 
 def _smaller_call(call: Call) -> Iterator[Call]:

@@ -21,16 +21,18 @@ from typing import Any
 
 import torch
 from architectures import build, random_ids
+from crowd import Requests
 from transformers import LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
-from assisted import AssistedModelForCausalLM, decoding
+from assisted import AssistedModelForCausalLM, SessionPool, decoding
+from assisted.distribution import Draws
 from assisted.engine.parts import takes
 from assisted.engine.session import Session
 from assisted.fast import products
 from assisted.fast.low_bit import LowBitLinear
 
 from . import arguments, changes, edits
-from .cases import BY_NAME, KNOWN, Call, Case, Edit
+from .cases import BY_NAME, KNOWN, Call, Case, Crowd, Edit, Request
 from .drafts import draft_for
 from .weights import weights_as
 
@@ -147,6 +149,10 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
             before = len(undos)
             edits.edit(step.name, step.seed, [alone, target], undos)
             assert len(undos) <= before + 1
+            continue
+        if isinstance(step, Crowd):
+            if not _compare_crowd(step, alone, pair, outcome):
+                return
             continue
         talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
         if not _compare(step, talk, alone, pair, outcome, baseline, edited):
@@ -327,6 +333,121 @@ def _compare(
         return True  # the text so far stays the prompt
     talk.ids = first
     talk.caches = tuple(getattr(result[0], "past_key_values", None) for result in (plain, assisted))  # type: ignore[assignment]
+    return True
+
+
+def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Outcome) -> bool:
+    """Run a crowd, and each of its texts on the target alone. Returns whether nothing differs."""
+    asked = [_Alone.of(request, alone) for request in crowd.requests]
+    pair.sessions = SessionPool() if crowd.pool else None
+    try:
+        found, report = _together(crowd, asked, alone, pair, outcome)
+    except ValueError as raised:
+        outcome.refused.append(_said(raised))
+        return True
+    except Exception as raised:
+        outcome.failures.append(f"crowd of {len(asked)}: raises {_said(raised)}")
+        return False
+    outcome.drafted += report.drafted
+    outcome.accepted += report.accepted
+    for number, ours in found.items():
+        one = asked[number]
+        if one.text is None:
+            outcome.both_raise.append("a text that the target alone does not write")
+            continue
+        outcome.calls += 1
+        text, prompt = one.text, one.talk.ids.shape[1]
+        if one.request.patience + prompt <= ours.shape[1]:
+            text = text[:, : ours.shape[1]]
+        explain = functools.partial(_scores, one.request.call, one.talk, alone, None, one.text)
+        same = _same_draws(one, text, ours, outcome) if one.margins else None
+        if same is None:
+            same = same_text(one.request.call, text, ours, prompt, explain, outcome, alone.dtype)
+        if not same:
+            outcome.failures[-1:] = [f"text {number}: {told}" for told in outcome.failures[-1:]]
+            return False
+    return True
+
+
+def _together(
+    crowd: Crowd, asked: list[_Alone], alone: PreTrainedModel, pair: Any, outcome: Outcome
+) -> tuple[dict[int, torch.Tensor], Any]:
+    """The texts of a crowd, [1, L], by their numbers, and the report."""
+    torch.manual_seed(0)
+    if crowd.chunk is None:
+        made = arguments.made(asked[0].request.call.arguments, alone, asked[0].talk.ids)
+        answers = list(pair.generate_many([one.talk.ids for one in asked], rows=crowd.rows, **made))
+        return {answer.index: answer.ids[None] for answer in answers}, pair.report
+    requests, numbers = Requests(pair, crowd.rows, crowd.chunk), []
+    for number, one in enumerate(asked):
+        made = arguments.made(one.request.call.arguments, alone, one.talk.ids)
+        try:
+            requests.ask(one.talk.ids[0], made, one.request.when, one.request.patience, one.request.draws)
+            numbers.append(number)
+        except ValueError as raised:
+            outcome.refused.append(_said(raised))
+    if requests.batch is None:
+        return {}, outcome
+    answers = requests.answers()
+    if len(answers) != len(numbers):
+        raise AssertionError(f"{len(answers)} answers to {len(numbers)} requests")
+    return {numbers[at]: answer.ids[None] for at, answer in answers.items()}, requests.batch.recorder
+
+
+@dataclass
+class _Alone:
+    """A request, and its text by the target alone, [1, L]; None where that raises. margins: of the tokens that it drew."""
+
+    request: Request
+    talk: _Talk
+    text: torch.Tensor | None = None
+    margins: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, request: Request, model: PreTrainedModel) -> _Alone:
+        call = request.call
+        ids = _Talk.begun(replace(call, lengths=call.lengths * 8), model).ids[call.seed % 8][None].clone()
+        shared = min(request.shares, ids.shape[1])
+        ids[:, :shared] = _tokens(1, KNOWN * 3, 7)[:, :shared]
+        made = cls(request, _Talk(ids, torch.ones_like(ids)))
+        with contextlib.suppress(Exception), made.drawing():
+            made.text = _sequences(_generate(model, call, made.talk, None, model)[0])
+        return made
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Meanwhile, torch draws with the numbers of the request, if it has some."""
+        if self.request.draws is None:
+            yield
+            return
+        draws, own = Draws(1, self.request.draws), torch.multinomial
+
+        def drawn(p: torch.Tensor, num_samples: int) -> torch.Tensor:
+            length = self.talk.ids.shape[1] + len(self.margins)
+            token = draws.sample(p[:, None], [length])
+            sums = p[0].double().cumsum(-1)
+            self.margins.append(float((sums / sums[-1] - draws.numbers[0, length]).abs().min()))
+            return token
+
+        torch.multinomial = drawn
+        try:
+            yield
+        finally:
+            torch.multinomial = own
+
+
+def _same_draws(one: _Alone, text: torch.Tensor, ours: torch.Tensor, outcome: Outcome) -> bool | None:
+    """True if the texts part where a number lies closer to another token than rounding, which is a near-tie; else None."""
+    width = min(text.shape[1], ours.shape[1])
+    wrong = (text[0, :width] != ours[0, :width]).nonzero().flatten().tolist()
+    if not wrong:
+        return None
+    position = wrong[0] - one.talk.ids.shape[1]
+    if position < 0 or one.margins[position] > NEAR[torch.float32]:
+        return None
+    outcome.near_ties.append(
+        f"{_of(one.request.call)}: new token {position}, drawn {one.margins[position]:.2g} from another"
+    )
     return True
 
 

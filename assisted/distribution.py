@@ -6,12 +6,13 @@ models, caches or acceptance.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 
 import torch
@@ -130,6 +131,20 @@ class Distribution:
 
     def _is_known(self, processor: LogitsProcessor) -> bool:
         return id(processor) in self.grammars or _is_known(processor)
+
+    def anew(self) -> Distribution:
+        """The same for another text: with grammars that have read nothing."""
+        own = [copy.copy(one) if id(one) in self.grammars else one for one in self.processors]
+        return replace(self, processors=LogitsProcessorList(own)) if self.grammars else self
+
+    def grammar(self, row: int) -> tuple[Grammar | None, int]:
+        """A row's grammar, None if it has none, and the row's number there."""
+        return next(iter(self.grammars.values()), None), row
+
+    @property
+    def may_have_grammars(self) -> bool:
+        """Whether some row has a grammar, or may get one."""
+        return bool(self.grammars)
 
     @functools.cached_property
     def in_order(self) -> bool:

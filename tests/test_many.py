@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
+from automata import brackets
 from covering import in_turns, only, over, some
 from eagle_heads import random_head, trained_head, written
 from medusa_heads import knowing, random_heads
@@ -241,6 +242,18 @@ def test_stop_strings() -> None:
     texts = prompts(target)
     call = EARLY | {"stop_strings": ["a", "b", "c"], "tokenizer": words}
     assert answered(model, texts, rows=3, **call) == alone(target, texts, **call)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "model", "draft tree", "medusa", "eagle-1", "early-exit:1", "list"])
+def test_every_text_has_a_grammar_of_its_own(draft: str) -> None:
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target))
+    texts, processor = prompts(target), brackets(packed=True)
+    expected = [target.generate(text[None], **EARLY, logits_processor=[brackets()])[0].tolist() for text in texts]
+    for _ in range(2):  # the caller's processor is not used up
+        found = answered(model, texts, rows=3, **EARLY, logits_processor=[processor])
+        assert found == dict(enumerate(expected))
+    assert model.report is not None and model.report.accepted > 0 and not model.report.warnings
 
 
 SAMPLED_DRAFTS: dict[str, Callable[[Any], Any]] = {

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
+from automata import END, Automaton, any_grammar
 from crowd import Requests
 from pairs import BY_NAME, CALL, ENDS, tokenizer
 from test_many import DRAFTS, parts_read
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 
-from assisted import AssistedModelForCausalLM, SessionPool
+from assisted import AssistedModelForCausalLM, GrammarProcessor, SessionPool
 from assisted.lengths.policies import Never
 from assisted.many.reading import shares
 from assisted.many.texts import Answer
@@ -40,9 +41,11 @@ def mixed(requests: Requests, target: Any, seed: int, count: int = 10) -> dict[i
     for number in range(count):
         prompt = random_ids(target, 1, draw.choice([1, 2, 7, 23]), seed=100 * seed + number)[0]
         call = CALL | {"eos_token_id": ENDS} | draw.choice(SETTINGS)
+        grammar = draw.choice([None, None, draw.randrange(99)])
+        call, own = (call | ({} if grammar is None else {"logits_processor": [any_grammar(grammar)]}) for _ in range(2))
         patience = draw.choice([999, 999, draw.randint(1, 8)])
         at = requests.ask(prompt, call, draw.randint(0, 25), patience)
-        expected[at] = target.generate(prompt[None], **call)[0].tolist(), patience
+        expected[at] = target.generate(prompt[None], **own)[0].tolist(), patience
     return expected
 
 
@@ -136,6 +139,23 @@ def test_a_row_that_joins_has_its_own_drafts_and_its_own_limit() -> None:
         recorder = requests.coming[number][1].recorder
         assert len(found[number].new_tokens) == new and recorder is not None
         assert recorder.target_passes == -(-new // 5)
+
+
+def test_what_a_rows_grammar_forces_is_drafted_and_a_dead_end_is_that_rows_error() -> None:
+    target, forced = build(BY_NAME["llama"]), [7, 30, 31, 50, 9, 44, 12, 13, 14, 15]
+    model = AssistedModelForCausalLM.from_models(target, "ngram")
+    edges: dict[int, Any] = {at: {token: at + 1} for at, token in enumerate(forced)}
+    requests, prompt = Requests(model, 3), random_ids(target, 1, 9)[0]
+    for after in ({END: None}, {}):  # nothing is allowed after the second one's tokens
+        grammar = GrammarProcessor(lambda after=after: Automaton({**edges, len(forced): after}))
+        requests.ask(prompt, CALL | {"eos_token_id": END, "logits_processor": [grammar]})
+    requests.ask(prompt, CALL)
+    found = requests.answers()
+    assert found[0].new_tokens.tolist() == [*forced, END] and requests.pieces[1][:10] == forced
+    recorder = requests.coming[0][1].recorder
+    assert recorder is not None and recorder.target_passes == 1 and recorder.accepted == 11
+    assert "allows no token of this vocabulary after 10 new tokens" in str(requests.coming[1][1].error)
+    assert found[2].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
 
 
 @pytest.mark.parametrize(

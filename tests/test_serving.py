@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from automata import Automaton
 from pairs import pair
 from test_many import parts_read
 from test_threads import in_threads
 
-from assisted import AssistedModelForCausalLM, SessionPool
+from assisted import AssistedModelForCausalLM, GrammarProcessor, SessionPool
 from assisted.cli.main import main
 from assisted.extras import install
 from assisted.lab.audit import Server as Audited
@@ -598,6 +599,30 @@ def test_a_second_client_is_answered_while_the_first_is(
     text = clients.answers.metrics.text(0, 0)
     assert 'assisted:answers_total{model_name="target",way="rows"} 2' in text
     assert 'assisted:answers_total{model_name="target",way="alone"} 1' in text
+
+
+def test_rows_have_grammars_of_their_own(clients: Clients, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a text that was begun alone, where the grammar goes on from the answer's first token."""
+
+    def grammar(self: Any, schema: dict[str, Any]) -> GrammarProcessor:
+        last = len(schema["required"])
+        edges = {at: dict.fromkeys(range(40 + 9 * at, 300 + 9 * at), min(at + 1, last)) for at in range(last + 1)}
+        return GrammarProcessor(lambda: Automaton(edges, size=model.config.vocab_size))
+
+    monkeypatch.setattr(Answers, "_grammar", grammar)
+    schemas = [{"type": "object", "required": [*"abcdefghijkl"[:count]]} for count in (9, 3)]
+    forms = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": one}}} for one in schemas
+    ]
+    bodies = [ENDLESS | {"max_tokens": 24} | form for form in (*forms, {})]
+    clients.comes = lambda: [clients.ask(body) for body in bodies[1:]]
+    clients.ask(bodies[0])
+    found, ids = clients.end(), torch.tensor([model.tokenizer(ENDLESS["prompt"]).input_ids])
+    for number, schema in enumerate((*schemas, None)):
+        own = {} if schema is None else {"logits_processor": [grammar(None, schema)]}
+        new = model.target.generate(ids, max_new_tokens=24, do_sample=False, **own)[0, ids.shape[1] :]
+        assert found[number]["choices"][0]["text"] == model.tokenizer.decode(new, skip_special_tokens=True), number
+        assert found[number]["report"]["ran"] == "rows"
 
 
 def test_a_client_alone_is_answered_as_without_rows(server: Server, model: Any, clients: Clients) -> None:

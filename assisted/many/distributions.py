@@ -5,7 +5,7 @@ Knows `Distribution`; nothing of models, or of who asks for a row.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,21 +24,29 @@ class OfRows(Distribution):
     In a batch in which some row is drawn, a greedy row has the one-hot distribution of its top-1 token, and a row with numbers
     of its own (`Draws`) that of the token which they draw. So one acceptance rule is exact for all rows at once.
 
-    own: by row, the target's distribution and that for drafts; None for a row without a text. Shared with `for_draft`.
+    own: by row, the target's distribution and that for drafts; None for a row without a text. failed: why a row's grammar
+    cannot go on. Both are shared with `for_draft`.
     """
 
-    def __init__(self, own: list[tuple[Distribution, Distribution] | None], drafts: bool = False):
+    def __init__(
+        self,
+        own: list[tuple[Distribution, Distribution] | None],
+        drafts: bool = False,
+        failed: dict[int, Exception] | None = None,
+    ):
         object.__setattr__(self, "own", own)
         object.__setattr__(self, "drafts", drafts)
+        object.__setattr__(self, "failed", {} if failed is None else failed)
 
     own: list[tuple[Distribution, Distribution] | None]
+    failed: dict[int, Exception]
 
     def give(self, row: int, own: Distribution | None) -> None:
         """Give a row another distribution."""
         self.own[row] = None if own is None else (own, replace(own.for_draft(), draws=own.draws))
 
     def for_draft(self) -> OfRows:
-        return OfRows(self.own, drafts=True)
+        return OfRows(self.own, True, self.failed)
 
     @property
     def _present(self) -> list[Distribution]:
@@ -70,8 +78,12 @@ class OfRows(Distribution):
         return any(one.in_order for one in self._present)
 
     @property
-    def grammars(self) -> Mapping[int, Grammar]:  # type: ignore[override]
-        return {}  # each row's own distribution has its grammar
+    def may_have_grammars(self) -> bool:
+        return True
+
+    def grammar(self, row: int) -> tuple[Grammar | None, int]:
+        pair = self.own[row]
+        return (None, 0) if pair is None or row in self.failed else pair[0].grammar(0)
 
     def _groups(self, rows: Sequence[int]) -> Iterator[tuple[Distribution, list[int]]]:
         """The distributions of these rows, each with all rows for which it computes the same."""
@@ -92,12 +104,20 @@ class OfRows(Distribution):
         nodes: Sequence[int] | None = None,
     ) -> torch.Tensor:
         groups = list(self._groups(range(len(logits)) if rows is None else rows))
-        if len(groups) == 1 and groups[0][0].draws is None:
+        if len(groups) == 1 and groups[0][0].draws is None and not groups[0][0].grammars:
             return groups[0][0].scores(ids, lengths, logits, draft, rows, nodes)
         scores, is_drawn = logits.to(torch.float32, copy=True), self.do_sample
         for own, members in groups:
             of_members, counts = draft.of_rows(members), [lengths[row] for row in members]
-            found = own.scores(ids[members], counts, scores[members], of_members, None, nodes)
+            try:
+                found = own.scores(ids[members], counts, scores[members], of_members, None, nodes)
+            except ValueError as error:
+                if not own.grammars:
+                    raise
+                self.failed.setdefault(members[0], error)
+                continue
+            if own.grammars:  # where nothing is allowed, the grammar rejects what is drawn, and says so
+                found = found.masked_fill((found == -torch.inf).all(-1, keepdim=True), 0.0)
             if own.draws is not None:
                 found = _drawn(own.draws, found, counts, of_members, nodes)
             elif is_drawn and not own.do_sample:

@@ -35,9 +35,10 @@ from ..engine.pool import in_common
 from ..engine.prepared import CallSettings
 from ..engine.ranks import ranks_of
 from ..engine.session import LEAST
-from ..engine.traits import change_of
+from ..engine.traits import Traits, change_of
 from ..engine.verifiable import masks_of, obstacle_to_refills
 from ..generation import Generation
+from ..grammars.processor import grammar_of
 from ..methods import Drafting
 from .distributions import OfRows
 from .reading import Reading, shares
@@ -124,7 +125,13 @@ def generate_many(
         number, prompt = next(numbered, (0, None))
         return None if prompt is None else asked_of(inputs, number, prompt, distribution)
 
-    return (answer for _, answer in batch.answers(take))
+    def answers() -> Iterator[Answer]:
+        for asked, answer in batch.answers(take):
+            if asked.error is not None:
+                raise asked.error
+            yield answer
+
+    return answers()
 
 
 CHUNK = 256
@@ -156,8 +163,13 @@ class Batch:
             chunk is None or self.pool is not None
         )  # whether a prompt may begin with what another one has read
         self.waits: Callable[[], bool] = lambda: False
-        self.text = text = Rows(rows, inputs.ids.device, lambda: bool(self.reading or (self.free and self.waits())))
         self.distribution = OfRows([None] * rows)
+        self.text = text = Rows(
+            rows,
+            inputs.ids.device,
+            lambda: bool(self.reading or (self.free and self.waits())),
+            self.distribution.failed,
+        )
         self.distribution.give(0, Distribution(inputs.processors, inputs.config.do_sample))  # for drafters that start
         length = generation.start_length(rows, self.distribution.do_sample)
         of_rows = replace(inputs, ids=text.ids, kwargs={inputs.cache_name: inputs.cache})
@@ -278,6 +290,11 @@ class Batch:
         """Free a row, and leave what was read to later calls."""
         if asked.recorder is not None:
             asked.recorder.row_tokens = [len(answer.new_tokens)]
+        try:
+            for grammar in asked.distribution.grammars.values():
+                grammar.finish(answer.ids[None], [len(answer.ids)])
+        except ValueError as error:
+            asked.error = error
         self.distribution.give(row, None)
         self.free.append(row)
         self.begun[row].leave(answer.ids, self.drafter)
@@ -298,14 +315,27 @@ class Batch:
 
 
 def asked_of(
-    inputs: LoopInputs, index: int, prompt: torch.Tensor, distribution: Distribution | None = None, **more: Any
+    inputs: LoopInputs,
+    index: int,
+    prompt: torch.Tensor,
+    distribution: Distribution | None = None,
+    written: int = 0,
+    **more: Any,
 ) -> Asked:
-    """What is asked of a row. inputs: that transformers has prepared. distribution: None makes one of these. The others: see
-    `Asked`. Raises ValueError for processors that must see the tokens of all rows one by one."""
+    """What is asked of a row.
+
+    inputs: that transformers has prepared. distribution: None makes one of these. written: how many of the prompt's last tokens
+    belong to the answer, so that grammars begin before them. The others: see `Asked`.
+
+    Raises ValueError for processors that must see the tokens of all rows one by one.
+    """
     if distribution is None:
         distribution = Distribution(inputs.processors, inputs.config.do_sample)
+    distribution = distribution.anew()
     if distribution.in_order:
         raise ValueError("logits_processor: rows cannot come and go with one that is not known; call generate")
+    for grammar in distribution.grammars.values():
+        grammar.begin(prompt[None, : len(prompt) - written], Traits.of(inputs.model).vocabulary)
     new, most, width = inputs.config.max_new_tokens, inputs.config.max_length, len(prompt)
     ends = {t for one in inputs.criteria if type(one) is EosTokenCriteria for t in one.eos_token_id.flatten().tolist()}
     criteria = StoppingCriteriaList([one for one in inputs.criteria if type(one) is StopStringCriteria])
@@ -328,7 +358,7 @@ def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> 
     if needs.lockstep:
         raise ValueError(f"draft: the rows of {type(pair.spec).__name__} advance in lockstep; {_OTHERS}")
     for one in inputs.processors:
-        if needs_prompt(one):
+        if grammar_of(one) is None and needs_prompt(one):
             raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")
     for criterion in inputs.criteria:
         if type(criterion) not in _CRITERIA:

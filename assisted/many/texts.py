@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Asked:
         left: asked between rounds whether nobody waits for it any more, which ends it.
         recorder: counts its part of each round.
         inputs: what transformers has prepared for it; None takes no pool.
+
+    Attributes:
+        error: why it could not be written to its end, which concerns no other text.
     """
 
     index: int
@@ -64,21 +67,22 @@ class Asked:
     left: Callable[[], bool] = lambda: False
     recorder: Recorder | None = None
     inputs: LoopInputs | None = None
+    error: Exception | None = field(default=None, init=False)
 
 
 class Rows(Text):
     """Rows that end one by one, and get other texts.
 
-    pauses: asked after each round whether there is something to do before the next one.
+    pauses: asked after each round whether there is something to do before the next one. failed: by row, errors that end it.
     """
 
-    def __init__(self, rows: int, device: torch.device, pauses: Callable[[], bool]):
+    def __init__(self, rows: int, device: torch.device, pauses: Callable[[], bool], failed: dict[int, Exception]):
         endless = StoppingCriteriaList([MaxLengthCriteria(sys.maxsize)])  # each row has a limit of its own
         super().__init__(torch.zeros(rows, 0, dtype=torch.int64, device=device), endless, None, None)
         self.lengths = [1] * rows  # a row without a text has a token, too, for passes over all rows
         self.ended = [True] * rows
         self.asked: dict[int, Asked] = {}  # by row
-        self.pauses, self.ran = pauses, False
+        self.pauses, self.ran, self.failed = pauses, False, failed
 
     @property
     def done(self) -> bool:
@@ -110,13 +114,16 @@ class Rows(Text):
     def extend(self, tokens: list[list[int]], scores: Any, logits: Any) -> list[int]:
         kept, self.ran = super().extend(tokens, scores, logits), True
         for row, asked in self.asked.items():
-            if asked.new is not None and kept[row]:
+            if asked.new is not None and kept[row] and asked.error is None:
                 asked.new(self._latest[row])
             self.ended[row] |= asked.left()
         return kept
 
     def _extend_row(self, row: int, new: list[int], scores: Any, logits: Any) -> int:
         asked, start = self.asked[row], self.lengths[row]
+        if (error := self.failed.pop(row, None)) is not None:
+            asked.error, self.ended[row], self.lengths[row] = error, True, start + 1
+            return 1
         new = new[: asked.limit - start]
         count = next((place for place, token in enumerate(new, 1) if token in asked.ends), None)
         self.ended[row] = count is not None or start + len(new) >= asked.limit

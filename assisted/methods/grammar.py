@@ -15,7 +15,6 @@ import torch
 from ..core.drafts import Draft, Round
 from ..core.text import Text
 from ..distribution import Distribution
-from ..grammars.processor import Grammar
 from ..lengths.base import Length
 from .combined import of_continued
 from .shared.base import Drafting
@@ -39,11 +38,10 @@ def guided(
 
     tokenizer: the target's, None if there is none. splits: the target has half read the drafts when they are proposed.
     """
-    grammar = next(iter(distribution.grammars.values()), None)
-    if grammar is None:
+    if not distribution.may_have_grammars:
         return drafting, length
-    around = GuidedLength(length)
-    return GuidedDrafting(drafting, around, grammar, Guesses(tokenizer), splits), around
+    around = GuidedLength(length, distribution)
+    return GuidedDrafting(drafting, around, Guesses(tokenizer), splits), around
 
 
 class GuidedLength(Length):
@@ -53,8 +51,8 @@ class GuidedLength(Length):
         given: what the policy allows the drafter in this round.
     """
 
-    def __init__(self, length: Length):
-        self.length = length
+    def __init__(self, length: Length, distribution: Distribution):
+        self.length, self.distribution = length, distribution
         self.given = self.idle = 0  # idle: rounds without a draft, in a row
 
     @property
@@ -63,10 +61,14 @@ class GuidedLength(Length):
 
     def budget(self, unfinished: Sequence[int]) -> int:
         self.given = self.length.budget(unfinished)
-        if self.length.is_limit:
+        if self.length.is_limit or not self.guides(unfinished):
             return self.given
         self.idle = 0 if self.given else self.idle + 1
         return max(self.given, 0 if self.idle == 1 else FREE)  # a single one measures a pass over one token
+
+    def guides(self, rows: Sequence[int]) -> bool:
+        """Whether one of these rows has a grammar."""
+        return any(self.distribution.grammar(row)[0] is not None for row in rows)
 
     def observe(self, round: Round) -> None:
         own = round.draft.continued
@@ -84,14 +86,13 @@ class GuidedDrafting(Drafting):
 
     Args:
         drafting: the other one, which sees its own drafts only.
-        length: has its draft length.
+        length: has its draft length, and the rows' grammars.
         splits: what it proposes is not changed, because the target would have to read it again.
     """
 
-    def __init__(
-        self, drafting: Drafting, length: GuidedLength, grammar: Grammar, guesses: Guesses, splits: bool = False
-    ):
-        self.drafting, self.length, self.grammar, self.guesses, self.splits = drafting, length, grammar, guesses, splits
+    def __init__(self, drafting: Drafting, length: GuidedLength, guesses: Guesses, splits: bool = False):
+        self.drafting, self.length, self.guesses, self.splits = drafting, length, guesses, splits
+        self.grammar = length.distribution.grammar
         self.text: Text | None = None
         self.before: list[int] = []  # the rows' lengths when the draft was made
         self.proposed: Draft | None = None
@@ -103,7 +104,7 @@ class GuidedDrafting(Drafting):
         own = min(budget, self.length.given)
         draft = self.drafting.propose(text, own) if own > 0 else Draft.empty(text.rows, text.ids.device)
         self.text, self.before, self.proposed = text, list(text.lengths), None
-        if self.splits and draft.width:
+        if (self.splits and draft.width) or not self.length.guides(text.unfinished):
             return draft
         if draft.parents is not None:
             return draft if draft.q is not None else self._around(text, draft, budget)
@@ -141,16 +142,19 @@ class GuidedDrafting(Drafting):
 
     def _guided(self, row: int, text: Text, drafted: list[int], room: int, may_cut: bool) -> list[int]:
         """A row's chain, at most `room` tokens. may_cut: its tokens were not drawn from a distribution."""
-        grammar, last = self.grammar, int(text.ids[row, text.lengths[row] - 1])
-        grammar.read(row, text.ids[row], text.lengths[row])
+        grammar, own = self.grammar(row)
+        if grammar is None:
+            return drafted
+        last = int(text.ids[row, text.lengths[row] - 1])
+        grammar.read(own, text.ids[row], text.lengths[row])
         found: list[int] = []
         for token in drafted:
-            if may_cut and not self._allows(row, tuple(found), token):
+            if may_cut and not _allows(grammar.mask(own, tuple(found)), token):
                 break
             found.append(token)
         share = 1.0
-        while len(found) < room and not grammar.is_over(row, tuple(found)):
-            mask = grammar.mask(row, tuple(found))
+        while len(found) < room and not grammar.is_over(own, tuple(found)):
+            mask = grammar.mask(own, tuple(found))
             guess = None if mask is None else self.guesses.after(mask, found[-1] if found else last)
             if guess is None or share * guess[1] < _LEAST:
                 break
@@ -158,16 +162,14 @@ class GuidedDrafting(Drafting):
             share *= guess[1]
         return found
 
-    def _allows(self, row: int, path: tuple[int, ...], token: int) -> bool:
-        mask = self.grammar.mask(row, path)
-        return mask is not None and token < len(mask) and bool(mask[token])
-
     def _learn(self, row: int, text: Text, count: int) -> None:
         """Remember what came where the grammar allows little."""
-        start = self.before[row]
+        (grammar, own), start = self.grammar(row), self.before[row]
+        if grammar is None:
+            return
         last, *new = text.ids[row, start - 1 : start + count].tolist()
         for number, token in enumerate(new):
-            mask = self.grammar.known(row, tuple(new[:number]))
+            mask = grammar.known(own, tuple(new[:number]))
             if mask is not None:
                 self.guesses.learn(mask, last, token)
             last = token
@@ -238,6 +240,10 @@ class Guesses:
         if token not in self.texts:
             self.texts[token] = str(self.tokenizer.convert_ids_to_tokens(token) or "").translate(_SPACES)
         return self.texts[token]
+
+
+def _allows(mask: torch.Tensor | None, token: int) -> bool:
+    return mask is not None and token < len(mask) and bool(mask[token])
 
 
 def _key(mask: torch.Tensor) -> bytes:

@@ -234,7 +234,10 @@ class Answers:
             counted.started = now()
             rest = call | {"max_new_tokens": call["max_new_tokens"] - len(rows.rows[0].ids)}
             about = {"new": lambda new: rows.add([new]), "left": lambda: left is not None and left.is_set()}
-            return in_row(generation, ids + rows.rows[0].ids, rest, seed, counted, **about)
+            for grammar in rest.get("logits_processor", ()):
+                grammar.reset()
+            written = list(rows.rows[0].ids)
+            return in_row(generation, ids + written, rest, seed, counted, written=len(written), **about)
 
         key = (draft, repr(call["draft_length"])) if why is None else None
         place, queued = Place(key, asked), time.monotonic()
@@ -279,9 +282,7 @@ class Answers:
         """Why a request has to be answered alone, as far as its fields tell."""
         if self.together.rows == 1:
             return "the server has one row"
-        return next((f"it has {name}" for name in ("response_format", "logprobs") if name in body), None) or (
-            f"n is {count}" if count > 1 else None
-        )
+        return "it has logprobs" if "logprobs" in body else f"n is {count}" if count > 1 else None
 
     def _starts_together(self, key: Any, body: dict[str, Any], call: dict[str, Any]) -> bool:
         """Whether a request begins in a row: others wait for it, or its seed must give the same text beside others."""

@@ -90,7 +90,7 @@ class Together:
             generation, batch = self._open(pair, ids, call)
             for asked, _ in batch.answers(take, lambda: line.has_next(key)):
                 asked.recorder.stop()
-                line.ended(places.pop(asked))
+                line.ended(places.pop(asked), asked.error)
         except Exception as error:
             over = error
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from automata import any_grammar
 from pairs import tokenizer
 from transformers import GenerationConfig
 
@@ -55,6 +56,7 @@ DRAWN: list[tuple[int, Callable[[random.Random, int, int], dict[str, Any]]]] = [
     (4, lambda c, rows, size: {"return_dict_in_generate": True, c.choice(("output_scores", "output_logits")): True}),
     (2, lambda c, rows, size: {"prefix_allowed": c.randrange(9)}),
     (2, lambda c, rows, size: {"config_object": True}),
+    (3, lambda c, rows, size: {"grammar": c.randrange(99)}),
     # a quantized cache has optimum-quanto compile C++ first, as its 4-bit weights do
     (1, lambda c, rows, size: {"cache_implementation": c.choice(("dynamic", "static", "static"))}),
     (1, lambda c, rows, size: {"use_cache": False}),
@@ -140,6 +142,8 @@ def made(written: dict[str, Any], model: Any, ids: torch.Tensor) -> dict[str, An
     call = {"do_sample": False, **written}
     if "processors" in call:
         call["logits_processor"] = [PROCESSORS[name]() for name in call.pop("processors")]
+    if "grammar" in call:
+        call["logits_processor"] = [any_grammar(call.pop("grammar")), *call.get("logits_processor", ())]
     if "criteria" in call:
         call["stopping_criteria"] = [CRITERIA[name]() for name in call.pop("criteria")]
     if (limit := call.pop("huge", None)) is not None:  # ends early; what is made for the whole length is not asked for

@@ -389,6 +389,9 @@ def _together(
     if requests.batch is None:
         return {}, outcome
     answers = requests.answers()
+    for _, each in requests.coming:
+        if each.error is not None:
+            raise each.error
     if len(answers) != len(numbers):
         raise AssertionError(f"{len(answers)} answers to {len(numbers)} requests")
     return {numbers[at]: answer.ids[None] for at, answer in answers.items()}, requests.batch.recorder

@@ -262,7 +262,7 @@ def test_passes_and_drafts_are_counted_alike(
         assert max(drafted_by_transformers) <= peer.setting["num_assistant_tokens"]
     field = [*methods.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
-    assert (plain.passes, plain.drafted) == (24 * 3, 0)
+    assert (plain.passes, plain.drafted) == (None, 0)  # one pass for every token
     assert ours.tokens == plain.tokens
     report = ours.report
     assert report is not None and report.new_tokens == 2 * 24 * 3
@@ -270,7 +270,8 @@ def test_passes_and_drafts_are_counted_alike(
         report.row_tokens
     )  # two repeats, and the forward passes over prompts
     assert 2 * ours.drafted == report.drafted
-    _, (_, row) = bench.summed_up([plain, ours], batches, greedy=True)
+    _, (base, row) = bench.summed_up([plain, ours], batches, greedy=True)
+    assert (base.tokens_per_pass, base.drafted_per_pass, base.acceptance_rate) == (1, 0, None)
     assert row.tokens_per_pass == pytest.approx(24 * 3 / ours.passes)
     assert row.acceptance_rate == pytest.approx((24 * 3 - ours.passes) / ours.drafted)
 
@@ -300,7 +301,7 @@ def test_batches_are_counted_by_row(pair: AssistedModelForCausalLM) -> None:
     batches = bench.batches(some_prompts(pair.tokenizer, ["add", "sub", "multiply"]), rows=3)
     field = [*methods.plain(pair.target, compiled=False), of_model("ours", pair, counted=True)]
     plain, ours = race(pair.target, field, batches, RULES)
-    assert plain.passes == 24 * 3 and len(plain.tokens) == 3
+    assert len(plain.tokens) == 3
     assert ours.error is None and ours.tokens == plain.tokens
     assert 2 * ours.passes == ours.report.target_passes + len(ours.report.row_tokens)
 
@@ -524,6 +525,20 @@ def test_drafts_that_a_pair_allows(pair: AssistedModelForCausalLM) -> None:
     weights = sum(p.numel() * p.element_size() for p in pair.drafter.models[0].parameters())
     assert method.draft_bytes >= weights  # buffers, too
     assert of_model("text", alone).draft_bytes == 0
+
+
+def test_the_baseline_decodes_no_more_than_it_must(pair: AssistedModelForCausalLM) -> None:
+    """It takes the most time of all: one prompt to warm up, then the timed ones, and none to choose transformers' setting."""
+    prompts, calls = some_prompts(pair.tokenizer, ["add", "subtract", "mul"]), []
+    (plain,) = methods.plain(pair.target, compiled=False)
+    noted = replace(plain, generate=lambda *args, **kwargs: calls.append(args) or plain.generate(*args, **kwargs))
+    tried = methods.lookups(pair.target)
+    found = bench.point(pair, [noted], tried, [of_model("ours", pair)], prompts, replace(RULES, seconds=1e6))
+    assert len(calls) == 1 + RULES.repeats * len(prompts)
+    assert [row.name for row in found.heat] == [one.name for one in tried]
+    assert all(row.milliseconds_per_token > 0 and row.speedup is row.tokens_per_pass is None for row in found.heat)
+    plain_row, peer, _ = found.rows
+    assert plain_row.tokens_per_pass == 1 and peer.name in {one.name for one in tried} and peer.drafted_per_pass > 0
 
 
 def test_the_fastest_of_each_family() -> None:

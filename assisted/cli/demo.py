@@ -163,7 +163,7 @@ def _draw_result(console: Console, result: Result) -> None:
         if row.error is not None:
             console.print(f"{row.name} failed: {row.error}", style=REJECTED)
     ran = next(row for row in point.rows if row.name == point.baseline)
-    settings, families = len(point.heat) - 1, {row.family for row in point.heat}
+    settings, families = len(point.heat), {row.family for row in point.heat}
     how = "with the same model" if "transformers assisted" in families else "by prompt lookup"
     rules, machine = result.rules, result.machine
     count = sum(map(len, result.prompts.values()))

@@ -20,7 +20,7 @@ from .clock import Progress, silent
 from .methods import Method, of_model
 from .prompts import Batch, Prompt
 from .protocol import Measured, Rules, race, require_room, stream
-from .results import Point, Result, Row, largest_gap, machine, point_name, summed_up
+from .results import Point, Result, Row, largest_gap, machine, point_name, summed_up, timed_row
 
 HEAT_BATCHES = 2  # on which transformers' settings are compared, at least, and one of every category
 
@@ -113,9 +113,9 @@ def point(
     started = now()
     pad = pad_token(pair.tokenizer)
     batches = texts.batches(prompts, batch, pad)
-    if not all(one.counted for one in plain):
+    if any("compiled" in one.setting for one in plain):
         torch.compiler.reset()  # code compiled for other shapes counts against a limit
-    best, heat = _quickest(pair, plain[0], others, batches, rules, progress) if others else ([], ())
+    best, heat = _quickest(pair, others, batches, rules, progress) if others else ([], ())
     left = None if rules.seconds is None else rules.seconds - (now() - started)
     measured = race(pair.target, [*plain, *best, *own], batches, replace(rules, seconds=left), pad, progress)
     if left is None and streams:
@@ -160,7 +160,6 @@ def brief(
 
 def _quickest(
     pair: AssistedModelForCausalLM,
-    plain: Method,
     tried: Sequence[Method],
     batches: list[Batch],
     rules: Rules,
@@ -171,8 +170,10 @@ def _quickest(
     more = [batch for batch in batches if not any(batch is first for first in firsts)]
     some = [*firsts, *more[: max(0, HEAT_BATCHES - len(firsts))]]
     short, said = replace(rules, repeats=1, seconds=None), _prefixed("transformers' settings, ", progress)
-    measured = race(pair.target, [plain, *tried], some, short, pad_token(pair.tokenizer), said)
-    return fastest(measured[1:]), summed_up(measured, some, rules.greedy)[1]
+    uncounted = [replace(one, counted=False) for one in tried]
+    measured = race(pair.target, uncounted, some, short, pad_token(pair.tokenizer), said)
+    best = {one.name for one in fastest(measured)}
+    return [one for one in tried if one.name in best], tuple(map(timed_row, measured))
 
 
 def fastest(tried: Sequence[Measured]) -> list[Method]:

@@ -37,8 +37,8 @@ class Method:
             all; returns [B, P + new] int64.
         setting: its settings, for the JSON.
         model: the pair, if it is one of this package's; its report gives more figures.
-        counted: whether a hook on the target may count its forward passes. A hook would make a compiled forward compile again,
-            and the baseline takes one forward pass for every token anyway.
+        counted: whether a hook on the target counts its forward passes, in a repeat of its own. The baseline needs none: it
+            takes one for every token. Nor could it: a hook would make a compiled forward compile again.
         draft_bytes: bytes of weights that it holds besides the target's.
     """
 
@@ -56,7 +56,7 @@ def plain(target: PreTrainedModel, compiled: bool = True) -> list[Method]:
 
     compiled: also with a static cache and a compiled forward; on a CPU this needs a C++ compiler and some minutes.
     """
-    found = _in_both_modes(target, [Method("plain", "plain", target.generate, {"cache": "dynamic"})])
+    found = _in_both_modes(target, [Method("plain", "plain", target.generate, {"cache": "dynamic"}, counted=False)])
     if compiled:
         generate = partial(target.generate, cache_implementation="static")
         if target.device.type == "cpu":  # elsewhere it compiles by itself

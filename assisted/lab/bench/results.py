@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -88,7 +88,7 @@ class Point:
         context: tokens of every prompt; None where prompts keep their lengths.
         baseline: the fastest plain mode, which is 1.00.
         rows: of all methods.
-        heat: transformers' settings that were compared before, on some of the prompts, against plain's first mode.
+        heat: transformers' settings that were compared before, on some of the prompts: their times alone.
     """
 
     batch: int
@@ -172,6 +172,15 @@ def summed_up(measured: Sequence[Measured], batches: Sequence[Batch], greedy: bo
     return baseline.method.name, tuple(_row(one, baseline, loop, ran[0], batches, greedy) for one in measured)
 
 
+def timed_row(one: Measured) -> Row:
+    """A method with its times alone, which need no baseline."""
+    row = Row(one.method.name, one.method.family, one.method.setting, one.error)
+    if one.error is not None:
+        return row
+    per_token = 1e3 * one.typical / sum(map(len, one.tokens))
+    return replace(row, warned=one.warned, milliseconds_per_token=per_token, seconds=tuple(map(tuple, one.seconds)))
+
+
 def _row(
     one: Measured,
     baseline: Measured,
@@ -181,9 +190,9 @@ def _row(
     greedy: bool,
 ) -> Row:
     """loop: this package without a draft. reference: plain decoding in its first mode, whose tokens are the correct ones."""
-    who = one.method
-    if one.error is not None:
-        return Row(who.name, who.family, who.setting, one.error)
+    row, who = timed_row(one), one.method
+    if row.error is not None:
+        return row
     tokens, rows = sum(map(len, one.tokens)), len(one.tokens)
     passes, drafted, accepted = one.passes or tokens, one.drafted, tokens - (one.passes or tokens)
     report = one.report
@@ -197,18 +206,14 @@ def _row(
     working = None
     if one.working_bytes is not None and baseline.working_bytes is not None:
         working = one.working_bytes - baseline.working_bytes
-    return Row(
-        name=who.name,
-        family=who.family,
-        setting=who.setting,
-        warned=one.warned,
+    return replace(
+        row,
         speedup=speedup(baseline.seconds, one.seconds),
         by_category={
             category: speedup(_of_category(baseline, batches, category), _of_category(one, batches, category))
             for category in categories
         },
         by_drafting=speedup(loop.seconds, one.seconds) if loop is not None and who.family == "assisted" else None,
-        milliseconds_per_token=1e3 * one.typical / sum(map(len, one.tokens)),
         tokens_per_pass=tokens / passes,
         drafted_per_pass=drafted / passes,
         acceptance_rate=accepted / drafted if drafted else None,
@@ -222,7 +227,6 @@ def _row(
         first_token_milliseconds=1e3 * median(one.first_token) if one.first_token else None,
         draft_bytes=who.draft_bytes,
         working_bytes_over_plain=working,
-        seconds=tuple(map(tuple, one.seconds)),
     )
 
 

@@ -176,14 +176,11 @@ def page(result: Result) -> str:
     for point in result.points[1:]:
         parts += _point(result, point)
     parts.append("<h2>How to read this</h2>" + "".join(f"<p>{escape(line)}</p>" for line in notes(result)))
-    settings = [
-        (row, [row.name, str(row.speedup), f"{row.tokens_per_pass:.2f}"])
-        for row in result.points[0].heat
-        if row.error is None and row.family != "plain"
-    ]
+    tried = [row for row in result.points[0].heat if row.error is None]
+    settings = [(row, [row.name, f"{row.milliseconds_per_token:.2f}"]) for row in tried]
     if settings:
         parts.append("<h2>transformers' settings, tried on some of the prompts</h2>")
-        parts.append(_table(("", "speedup over plain, dynamic", "tokens/pass"), settings))
+        parts.append(_table(("", "ms per token"), settings))
     if result.command:
         parts.append(f"<h2>Measure it again</h2><pre>{escape(result.command)}</pre>")
     about = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in result.machine.items())

@@ -412,6 +412,26 @@ def test_bad_input(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[
     assert says in error and error.count("\n") == 1
 
 
+def test_without_the_hub_sizes_come_from_the_cache_or_the_recipes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = plan("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", card_name="4090")
+    sizes = {part.name: part.bytes for part in found.candidates[0].parts}
+    assert (sizes["target: weights"], sizes["draft: weights"]) == (2 * 8190735360, 2 * 596049920)
+    assert found.use.dtype == torch.bfloat16 and found.download is None
+    for name, note in zip(("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"), found.notes, strict=True):
+        assert note.startswith(f"{name}: its sizes are those of this package's recipes, since the Hub did not answer (")
+    packed = Shapes.read("openai/gpt-oss-20b")  # whose experts are stored in 4.25 bits
+    assert packed.quantized == "mxfp4" and 13e9 < packed.stored < 14e9
+    assert "of its image-text checkpoint, only the text model is counted" in Shapes.read("google/gemma-3-4b-it").note
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    kept = tmp_path / "models--some--model"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0123abc")
+    shutil.copytree(folder, kept / "snapshots" / "0123abc")
+    assert Shapes.read("some/model").stored == Shapes.read(str(folder)).stored
+
+
 def test_broken_weights_are_named(folder: Path, tmp_path: Path) -> None:
     llama(num_hidden_layers=9).save_pretrained(tmp_path)
     weights = (folder / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""tools/families.json and the page made from it: the configs describe the published models, and nothing lacks a source.
+"""families.json and the page made from it: the configs describe the published models, and nothing lacks a source.
 
 No checkpoint is read. Of models that also read images or sound, the text model is compared with its published count.
 """
@@ -16,14 +16,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from assisted.lab.plan import Shapes, Use, parts
+from assisted.lab.plan import Shapes, Use, families, parts
 from assisted.methods import Suffix
 from assisted.methods.shared import registry
 
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parent.parent
-DATA: dict[str, Any] = json.loads((ROOT / "tools" / "families.json").read_text())
+DATA: dict[str, Any] = families()
 MODELS, KINDS = DATA["models"], DATA["kinds"]
 TARGETS = [target for family in DATA["families"] for target in family["targets"]]
 DRAFTS = [(target, draft) for target in TARGETS for draft in target["drafts"]]

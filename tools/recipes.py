@@ -3,7 +3,7 @@ usual cards, in docs/howto/consumer-gpu.md.
 
     python -m tools.recipes --docs docs/recipes.md --fitting docs/howto/consumer-gpu.md
 
-Everything is read from tools/families.json and nothing is measured. Sizes are those of `assisted plan`.
+Everything is read from assisted/lab/plan/families.json and nothing is measured. Sizes are those of `assisted plan`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from assisted.lab.bench.table import markdown_table
-from assisted.lab.plan import Shapes, Use, parts, recurrent_bytes, weight_bytes
+from assisted.lab.plan import Shapes, Use, families, parts, recurrent_bytes, weight_bytes
 from assisted.methods import DraftModel, Suffix, parse
 from benchmarks.shared import publish
 
-ROOT = Path(__file__).parent.parent
-DATA = ROOT / "tools" / "families.json"
 MARKER = "recipes"
 
 CARDS = (8, 12, 16, 24)  # GB
@@ -45,12 +43,6 @@ PAIRS = (
 Fields = Mapping[str, Any]
 Sizes = Callable[..., int | None]
 """As `planned`; None if unknown."""
-
-
-def families() -> dict[str, Any]:
-    """The data file."""
-    found: dict[str, Any] = json.loads(DATA.read_text())
-    return found
 
 
 def model_of(fields: Fields) -> PreTrainedModel:

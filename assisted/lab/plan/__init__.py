@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .choice import Candidate, Plan, plan
 from .devices import CARDS, Device
-from .shapes import Shapes
+from .shapes import Shapes, families
 from .sizes import Part, Use, parts, recurrent_bytes, weight_bytes
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Plan",
     "Shapes",
     "Use",
+    "families",
     "parts",
     "plan",
     "recurrent_bytes",

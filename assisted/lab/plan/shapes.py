@@ -1,14 +1,17 @@
 """A model without its weights: its modules on the meta device, and what the headers of its files say about them. Knows
-configs, safetensors headers and GGUF files; nothing of memory or of drafting."""
+configs, safetensors headers, GGUF files and the models of families.json; nothing of memory or of drafting."""
 
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from ... import zoo
@@ -56,7 +59,8 @@ class Shapes:
             trust_remote_code: run code that comes with the checkpoint to build its modules.
             hub: `revision` and `token`, for the Hub.
 
-        Of a folder that has a config alone, the weights are counted from it.
+        Of a folder that has a config alone, the weights are counted from it. Where the Hub gives no config, it is read from the
+        cache, or else from families.json.
 
         Raises ValueError where a quantized model has no weights, or where weights do not fit the config, OSError for an
         unknown id and without a connection.
@@ -66,11 +70,19 @@ class Shapes:
             return Shapes(
                 path, _on_meta(read_config(folder, gguf)), Path(gguf).stat().st_size, note="dequantized from GGUF"
             )
+        if not Path(folder).exists() and (why := _refused(folder, hub)) is not None:
+            cached = try_to_load_from_cache(folder, "config.json", revision=hub.get("revision"))
+            if isinstance(cached, str):
+                folder = str(Path(cached).parent)
+            elif path in families()["models"]:
+                return _by_families(path, why)
+            elif not isinstance(why, HfHubHTTPError):
+                listed = "give a folder, or a model of docs/recipes.md"
+                raise OSError(f"{role}: {path!r} has no config that can be read: {_said(why)}; {listed}") from why
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise type(error)(f"{role}: {path!r} has no config that can be read: {said}") from error
+            raise type(error)(f"{role}: {path!r} has no config that can be read: {_said(error)}") from error
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         draft = None
@@ -161,6 +173,42 @@ def _states(cache: Any) -> States:
     if not per_token and not fixed:
         raise ValueError("the cache is empty")
     return States(tuple(per_token), fixed)
+
+
+def _refused(path: str, hub: dict[str, Any]) -> Exception | None:
+    """Why the Hub does not give the config of this id; None if it does. One request, where loading repeats it for a minute."""
+    try:
+        get_hf_file_metadata(hf_hub_url(path, "config.json", revision=hub.get("revision")), token=hub.get("token"))
+    except ValueError:  # no id, as loading will say
+        return None
+    except Exception as error:  # without a connection, of a class that differs by version
+        return error
+    return None
+
+
+def _said(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def families() -> dict[str, Any]:
+    """families.json: targets that people run, the drafts published for them, and fields of their configs."""
+    found: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _by_families(path: str, why: Exception) -> Shapes:
+    """The shapes that families.json holds of a model. why: the Hub does not give its config."""
+    known = families()["models"][path]
+    model = _on_meta(AutoConfig.for_model(**known["fields"], dtype=torch.bfloat16))
+    note = f"its sizes are those of this package's recipes, since the Hub did not answer ({_said(why)})"
+    if "checkpoint" in known:
+        note += f"; of its {known['checkpoint']} checkpoint, only the text model is counted"
+    if "stored" not in known:
+        return Shapes(path, model, None, note=note)
+    bits = {True: known["stored"]["expert_bits"], False: 16}
+    named = model.named_parameters()
+    stored = sum(weight.numel() * bits[weight.ndim == 3 and ".experts." in name] for name, weight in named)
+    return Shapes(path, model, round(stored / 8), known["stored"]["format"].lower(), note)
 
 
 def _on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:

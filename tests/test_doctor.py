@@ -27,6 +27,7 @@ from assisted.lab.doctor.forecast import (
     Drafts,
     Expected,
     Recorded,
+    Spent,
     Step,
     Token,
     expect,
@@ -372,6 +373,33 @@ def test_bottlenecks(fields: dict[str, Any], what: list[str], part: str) -> None
 
 
 @pytest.mark.parametrize(
+    ("speedup", "spent", "says"),
+    [
+        (1.5, Spent(10, 1, 8), "as predicted"),
+        (
+            1.1,
+            Spent(10, 1, 14, 1),
+            "45% less than predicted, mostly because the target's pass took 1.4e+03 ms where 800 were",
+        ),
+        (1.1, Spent(10, 7, 8, 1), "drafting took 700 ms where 100 were predicted"),
+        (1.1, Spent(10, 1, 8, 4), "the rest of a round took 400 ms where 0 were predicted"),
+        (1.1, Spent(16, 1.6, 12.8, 1), "16 rounds were needed where 10 were predicted"),
+        (
+            4.0,
+            Spent(5, 0.5, 4, 1),
+            "100% more than predicted, mostly because 5 rounds were needed where 10 were predicted",
+        ),
+    ],
+)
+def test_a_prediction_outside_the_interval_names_the_part_that_differs(speedup: float, spent: Spent, says: str) -> None:
+    """The prediction is 10 rounds with 1 second of drafting and 8 of the target's passes."""
+    measured = Interval(speedup, speedup - 0.5, speedup + 0.5)
+    check = Check("draft length 4", measured, 2.0, 8, 8, spent, Spent(10, 1, 8))
+    said = " ".join(told(an_examination(a_diagnosis(checks=(check,)))).split())
+    assert "Predicted for these calls: 2.00; " in said and says in said
+
+
+@pytest.mark.parametrize(
     ("fields", "about", "parts"),
     [
         ({"comparison": Comparison(0.2, 0.1, (0.1,), None, 9), "acceptance_by_position": (0.1,)}, {}, ["hardly agree"]),
@@ -423,7 +451,9 @@ def test_examined() -> None:
         assert [expected.length for expected in one.expected] == [0, 1, 2, 3, 4]
         assert 1 <= one.best <= 4
         assert [check.same for check in one.checks] == [2, 2]
-        assert one.checks[0].predicted is not None
+        first, adaptive = one.checks
+        assert first.predicted is not None and adaptive.spent is None
+        assert first.foretold.passes > 0 < first.spent.passes and min(first.spent.verify, first.foretold.verify) > 0
     assert [times.context for times in found.passes] == [20, 40]
     for step in ("timing passes", "recording half", "checking"):  # a step takes minutes on a busy machine
         shares = [share for what, share in told_of if what == step]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...distribution import require_temperature
 from ..bench.statistics import Interval
-from .forecast import Expected
+from .forecast import Expected, Spent
 from .passes import Comparison, Memory, PassTimes
 
 
@@ -53,6 +53,8 @@ class Check:
     predicted: float | None  # for exactly these calls, prompts included; None for an adaptive length
     same: int | None  # number of texts equal to the baseline's, out of `texts`; None when sampled
     texts: int
+    spent: Spent | None = None  # after the prompts, as measured
+    foretold: Spent | None = None  # the same as predicted
 
 
 @dataclass(frozen=True)

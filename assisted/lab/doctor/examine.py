@@ -28,7 +28,7 @@ from ..bench.prompts import held_out_prompts
 from ..bench.results import machine
 from ..bench.statistics import repeated_share, speedup
 from .diagnosis import Check, Diagnosis, Examination, Settings
-from .forecast import Drafts, Expected, Step, expect, half_as_wrong
+from .forecast import Drafts, Expected, Spent, Step, expect, half_as_wrong, spend
 from .passes import memory
 from .trials import UNDRAFTED, Found, Run, Trials, way
 
@@ -185,15 +185,14 @@ def _diagnosis(draft: str, found: Found, plain: Run, runs: Mapping[str, Run], se
         name = way(draft, length)
         run = runs[name]
         same = sum(a == b for a, b in zip(run.wrote, right, strict=True))
-        checks.append(
-            Check(
-                way=name.removeprefix(f"{draft}, "),
-                speedup=speedup([plain.seconds], [run.seconds]),
-                predicted=None if length == "adaptive" else _predicted(found, drafts, plain, run),
-                same=same if settings.temperature == 0 else None,
-                texts=len(run.seconds),
-            )
+        check = Check(
+            way=name.removeprefix(f"{draft}, "),
+            speedup=speedup([plain.seconds], [run.seconds]),
+            predicted=None,
+            same=same if settings.temperature == 0 else None,
+            texts=len(run.seconds),
         )
+        checks.append(check if length == "adaptive" else _predicted(check, found, drafts, plain, run))
     return Diagnosis(
         draft=draft,
         warned=found.warned,
@@ -214,10 +213,15 @@ def _diagnosis(draft: str, found: Found, plain: Run, runs: Mapping[str, Run], se
     )
 
 
-def _predicted(found: Found, drafts: Drafts, plain: Run, run: Run) -> float:
-    """The expected speedup of exactly these calls at the best length, prompts included."""
-    whole = sum(run.first) + found.prompt_seconds * len(run.seconds)
-    for text in drafts.calls[: len(run.seconds)]:
-        after_prompt = expect(replace(drafts, calls=(text,)), found.best, 1.0).milliseconds_per_token / 1e3
-        whole += after_prompt * len(text)
-    return sum(plain.seconds) / whole
+def _predicted(check: Check, found: Found, drafts: Drafts, plain: Run, run: Run) -> Check:
+    """The check with the expected speedup of exactly its calls at the best length, prompts included, and the time's parts."""
+    calls = len(run.seconds)
+    each = [spend(drafts, text, found.best) for text in drafts.calls[:calls]]
+    foretold = Spent(*(sum(getattr(one, part) for one in each) for part in ("passes", "draft", "verify")))
+    prompts = sum(run.first) + found.prompt_seconds * calls
+    draft = max(0.0, sum(one.draft_seconds for one in run.reports) - found.prompt_seconds * calls)
+    verify = sum(one.verify_seconds - one.prompt_seconds for one in run.reports)
+    other = max(0.0, sum(run.seconds) - prompts - draft - verify)
+    spent = Spent(sum(one.target_passes for one in run.reports), draft, verify, other)
+    predicted = sum(plain.seconds) / (prompts + foretold.draft + foretold.verify)
+    return replace(check, predicted=predicted, spent=spent, foretold=foretold)

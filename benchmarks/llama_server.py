@@ -49,6 +49,8 @@ def parameters(words: Sequence[str]) -> Any:
         "--port": (found, "port", int),
         "--parallel": (found, "n_parallel", int),
         "--threads": (found.cpuparams, "n_threads", int),
+        "--threads-batch": (found.cpuparams_batch, "n_threads", int),
+        "--ctx-size": (found, "n_ctx", int),
     }
     found.endpoint_metrics = "--metrics" in words
     rest = [word for word in words if word not in FLAGS]

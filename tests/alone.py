@@ -17,16 +17,8 @@ from assisted.methods.eagle.draft import EagleDrafting
 from assisted.methods.shared.base import Drafting
 
 __all__ = [
-    *(
-        "Alone",
-        "drafts_of",
-        "one_and_four",
-        "require_best_paths",
-        "require_chains",
-        "rows_of",
-        "slots_apart",
-        "watched",
-    ),
+    *("Alone", "drafts_of", "one_and_four", "require_best_paths", "require_chains", "rows_of", "slots_apart"),
+    "watched",
 ]
 
 

@@ -25,36 +25,15 @@ SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # Offered to every config; each takes the names it knows.
 COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
 }
 DROPOUTS = (
-    "activation_dropout",
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "dropout",
-    "embd_pdrop",
-    "embed_dropout",
-    "emb_pdrop",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "layerdrop",
-    "resid_dropout",
-    "resid_pdrop",
-    "router_jitter_noise",
+    *("activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout", "embd_pdrop"),
+    *("embed_dropout", "emb_pdrop", "hidden_dropout", "hidden_dropout_prob", "layerdrop", "resid_dropout"),
+    *("resid_pdrop", "router_jitter_noise"),
 )
 
 
@@ -105,20 +84,15 @@ BY_SLOT = {"masks": "2d", "attention": "eager"}
 MIXED_LAYERS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR_LAYERS = {"layer_types": ["linear_attention", "full_attention"]}
 LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
+    **{"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
 }
 ROUTED = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-DELTA = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
+DELTA = {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+MAMBA = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+BY_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
+SUMMED = {"positions": False, "note": "ALiBi from the cumulative sum of the 2-D mask"}
 # Where embeddings are scaled up, a tied head repeats the current token for ever.
 UNTIED = {"tie_word_embeddings": False}
 
@@ -137,28 +111,16 @@ ARCHITECTURES = [
     _entry("gemma2", about=MIXED | EAGER, **UNTIED, **MIXED_LAYERS),
     _entry("gemma3", "gemma3_text", MIXED, **UNTIED, **MIXED_LAYERS),
     _entry(
-        "gemma3n",
-        "gemma3n_text",
-        MIXED | {"note": "the last two layers read the keys and values of earlier ones"},
-        **UNTIED,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-        laurel_rank=8,
-        num_hidden_layers=4,
-        num_kv_shared_layers=2,
-        activation_sparsity_pattern=[0.0] * 4,
-        sliding_window=WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        *("gemma3n", "gemma3n_text", MIXED | {"note": "the last two layers read the keys and values of earlier ones"}),
+        **(UNTIED | BY_LAYER | MIXED_LAYERS | {"layer_types": 2 * MIXED_LAYERS["layer_types"]}),
+        **{
+            "laurel_rank": 8,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
     ),
-    _entry(
-        "gemma4",
-        "gemma4_text",
-        MIXED,
-        **UNTIED,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size_per_layer_input=8,
-        **MIXED_LAYERS,
-    ),
+    _entry("gemma4", "gemma4_text", MIXED, **UNTIED, **BY_LAYER, **MIXED_LAYERS),
     _entry("phi"),
     _entry("phi3"),
     _entry("phi3-window", "phi3", ONE_WINDOW, sliding_window=WINDOW),
@@ -179,25 +141,11 @@ ARCHITECTURES = [
     _entry("biogpt"),
     _entry("falcon", new_decoder_architecture=True, num_kv_heads=2),
     _entry(
-        "falcon-alibi",
-        "falcon",
-        {"masks": "2d", "positions": False, "note": "ALiBi from the cumulative sum of the 2-D mask"},
-        **UNTIED,
-        alibi=True,
-        multi_query=False,
-        parallel_attn=False,
+        *("falcon-alibi", "falcon", SUMMED | {"masks": "2d"}),
+        **(UNTIED | {"alibi": True, "multi_query": False, "parallel_attn": False}),
     ),
-    _entry(
-        "bloom",
-        about=BY_SLOT | {"positions": False, "note": "ALiBi from the cumulative sum of the 2-D mask"},
-        **UNTIED,
-    ),
-    _entry(
-        "mpt",
-        about=BY_SLOT | {"positions": False, "note": "ALiBi from slots"},
-        **UNTIED,
-        num_hidden_layers=3,
-    ),
+    _entry("bloom", about=BY_SLOT | SUMMED, **UNTIED),
+    _entry("mpt", about=BY_SLOT | {"positions": False, "note": "ALiBi from slots"}, **UNTIED, num_hidden_layers=3),
     _entry("stablelm"),
     _entry("olmo"),
     _entry("olmo2"),
@@ -225,10 +173,7 @@ ARCHITECTURES = [
     _entry("jetmoe", kv_channels=8),
     _entry(
         "dbrx",
-        d_model=32,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=256,
+        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 256},
         attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         ffn_config={"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
     ),
@@ -260,38 +205,18 @@ RECURRENT = [
     _entry("olmo_hybrid", **LINEAR_LAYERS),
     _entry("kimi_linear", **LINEAR_LAYERS, linear_head_dim=8, linear_num_heads=4, **LATENT),
     _entry("lfm2", about={"note": "the state is a convolution's past only"}, layer_types=["conv", "full_attention"]),
-    _entry("bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=8, mamba_chunk_size=8),
-    _entry("falcon_h1", mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8),
-    _entry(
-        "granitemoehybrid",
-        layer_types=["mamba", "attention"],
-        mamba_n_heads=8,
-        mamba_d_state=8,
-        mamba_chunk_size=8,
-        shared_intermediate_size=48,
-    ),
+    _entry("bamba", attn_layer_indices=[1], **MAMBA_2),
+    _entry("falcon_h1", mamba_d_ssm=64, mamba_d_head=8, **MAMBA_2),
+    _entry("granitemoehybrid", layer_types=["mamba", "attention"], shared_intermediate_size=48, **MAMBA_2),
     _entry("mamba", about=EAGER, state_size=8),
     _entry("falcon_mamba", about=EAGER, state_size=8),
-    _entry(
-        "jamba", attn_layer_period=2, attn_layer_offset=1, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False
-    ),
+    _entry("jamba", attn_layer_period=2, attn_layer_offset=1, **MAMBA),
     _entry(
         "nemotron_h",
         layers_block_type=["mamba", "attention"],
-        ssm_state_size=8,
-        mamba_num_heads=8,
-        mamba_head_dim=8,
-        n_groups=2,
-        chunk_size=8,
+        **{"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "chunk_size": 8},
     ),
-    _entry(
-        "zamba",
-        num_hidden_layers=4,
-        layers_block_type=["mamba", "hybrid"] * 2,
-        mamba_d_state=8,
-        mamba_dt_rank=4,
-        use_mamba_kernels=False,
-    ),
+    _entry("zamba", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, **MAMBA),
     _entry("zamba2", layers_block_type=["mamba", "hybrid"], mamba_d_state=8, n_mamba_heads=8, chunk_size=8),
 ]
 
@@ -304,11 +229,7 @@ REFUSED = [
     _entry(
         "deepseek_v32",
         about={"note": "keys of an indexer that ignores padding: plain batched generation differs from rows alone"},
-        index_topk=6,
-        index_head_dim=16,
-        index_n_heads=2,
-        **ROUTED,
-        **LATENT,
+        **({"index_topk": 6, "index_head_dim": 16, "index_n_heads": 2} | ROUTED | LATENT),
     ),
 ]
 

@@ -10,35 +10,15 @@ from architectures import SPECIAL, VOCABULARY, _spread
 from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, PreTrainedModel
 
 BART = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 256,
-    "dropout": 0.0,
-    "decoder_start_token_id": 3,
-    **SPECIAL,
-    "forced_eos_token_id": None,
-    "tie_word_embeddings": False,
+    **{"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"max_position_embeddings": 256, "decoder_start_token_id": 3, "forced_eos_token_id": None},
+    **(SPECIAL | {"tie_word_embeddings": False}),
 }
 T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 3,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 16,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 3,
-    "tie_word_embeddings": False,
-    **SPECIAL,
+    **{"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 2},
+    **{"num_heads": 4, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "dropout_rate": 0.0},
+    **(SPECIAL | {"decoder_start_token_id": 3, "tie_word_embeddings": False}),
 }
 FRAMES = 24
 
@@ -80,14 +60,11 @@ class Family:
 
 
 WHISPER = {
-    **BART,
-    "num_mel_bins": 8,
-    "max_source_positions": FRAMES // 2,
-    "max_target_positions": 128,
-    "begin_suppress_tokens": None,
-    "suppress_tokens": None,
+    **{name: value for name, value in BART.items() if name != "max_position_embeddings"},
+    **{"num_mel_bins": 8, "max_source_positions": FRAMES // 2, "max_target_positions": 128},
+    **{"begin_suppress_tokens": None, "suppress_tokens": None},
 }
-del WHISPER["max_position_embeddings"]
+
 
 FAMILIES = [
     Family("bart", BART),

@@ -10,23 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from architectures import SPECIAL, UNTIED, VOCABULARY, WINDOW, _spread
+from architectures import DELTA, LINEAR_LAYERS, MIXED_LAYERS, SPECIAL, UNTIED, VOCABULARY, _spread
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
 
 IMAGE, START, VIDEO = VOCABULARY - 1, VOCABULARY - 2, VOCABULARY - 3
 TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    **UNTIED,
-    **SPECIAL,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, **UNTIED, **SPECIAL},
 }
-WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SMALL = VISION | {"image_size": 8, "patch_size": 4}  # four patches
 QWEN = {
@@ -101,7 +92,12 @@ def _qwen(name: str, vision: dict[str, Any], **text: Any) -> Family:
 FAMILIES = [
     Family(
         "gemma3",
-        {"text_config": TEXT | WINDOWS, "vision_config": SMALL, "mm_tokens_per_image": 4, "image_token_index": IMAGE}
+        {
+            "text_config": TEXT | MIXED_LAYERS,
+            "vision_config": SMALL,
+            "mm_tokens_per_image": 4,
+            "image_token_index": IMAGE,
+        }
         | UNTIED,
         _picture,
         types="token_type_ids",
@@ -110,7 +106,7 @@ FAMILIES = [
         "gemma4",
         {
             "text_config": TEXT
-            | WINDOWS
+            | MIXED_LAYERS
             | {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
             | {"use_bidirectional_attention": "vision"},
             "vision_config": VISION
@@ -125,15 +121,7 @@ FAMILIES = [
     _qwen("qwen2_vl", {"embed_dim": 16, "mlp_ratio": 1, "hidden_size": 32}),
     _qwen("qwen2_5_vl", {"window_size": 16, "fullatt_block_indexes": [0]}),
     _qwen("qwen3_vl", {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}),
-    _qwen(
-        "qwen3_5",
-        {"num_position_embeddings": 64},
-        layer_types=["linear_attention", "full_attention"],
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-    ),
+    _qwen("qwen3_5", {"num_position_embeddings": 64}, **LINEAR_LAYERS, **DELTA),
     Family(
         "smolvlm",
         {"text_config": TEXT | {"model_type": "llama"}, "vision_config": SMALL | {"image_size": 16}, "scale_factor": 2}

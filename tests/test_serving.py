@@ -7,6 +7,7 @@ import http.client
 import importlib.util
 import json
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -39,6 +40,8 @@ CHAT = {
 }
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 TEXT = {"prompt": "def mean(values):\n", "max_tokens": 24, "temperature": 0}
+POST = b"POST %b HTTP/1.1\r\n%b\r\n%b"  # path, headers, body
+both_paths = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +51,23 @@ def model() -> AssistedModelForCausalLM:
     )
 
 
+@contextlib.contextmanager
+def served(pairs: dict[str, Any], **options: Any) -> Iterator[Server]:
+    """A server of these pairs, with these options."""
+    entries: list[dict[str, Any]] = []
+    with Server(pairs, "target", ("127.0.0.1", 0), entries.append, **options) as made:
+        made.entries = entries  # type: ignore[attr-defined]
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
 @pytest.fixture(scope="module")
 def server(model: AssistedModelForCausalLM) -> Iterator[Server]:
     suffix = AssistedModelForCausalLM.from_models(model.target, "suffix", 4, tokenizer=model.tokenizer)
     suffix.sessions = model.sessions
-    entries: list[dict[str, Any]] = []
-    with Server({"zoo:draft": model, "suffix": suffix}, "target", ("127.0.0.1", 0), entries.append) as made:
-        made.entries = entries  # type: ignore[attr-defined]
-        thread = threading.Thread(target=made.serve_forever, daemon=True)
-        thread.start()
+    with served({"zoo:draft": model, "suffix": suffix}) as made:
         yield made
-        made.shutdown()
 
 
 def sent(server: Server, path: str, body: Any, method: str = "POST", headers: Any = None) -> tuple[int, str]:
@@ -80,10 +89,33 @@ def asked(server: Server, path: str, body: Any) -> dict[str, Any]:
 
 def alone(model: Any, ids: list[int], count: int) -> list[int]:
     given = torch.tensor([ids])
-    output = model.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False, assisted=False
-    )
+    mask = torch.ones_like(given)
+    output = model.generate(given, attention_mask=mask, max_new_tokens=count, do_sample=False, assisted=False)
     return output[0, len(ids) :].tolist()
+
+
+def until(holds: Any) -> None:
+    """Wait until this holds."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """What a stream has sent, which ends as the protocol says."""
+    *written, last = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert last == "[DONE]"
+    return [json.loads(one) for one in written]
+
+
+def content(choice: dict[str, Any]) -> str:
+    said: str = choice["text"] if "text" in choice else choice.get("message", choice.get("delta"))["content"]
+    return said
+
+
+def error_of(sent: tuple[int, str]) -> tuple[int, str]:
+    return sent[0], json.loads(sent[1])["error"]["message"]
 
 
 @pytest.mark.parametrize("draft", ["zoo:draft", "suffix", "none", None])
@@ -112,32 +144,23 @@ def test_a_chat_and_its_second_turn(server: Server, model: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [[], ["return"], ["\n    ", "urn"], ["not there"]])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_a_stream_has_the_same_text(server: Server, path: str, stop: list[str]) -> None:
     body = (CHAT if "chat" in path else TEXT) | {"stop": stop}
     whole = asked(server, path, body)
     status, text = sent(server, path, body | {"stream": True, "stream_options": {"include_usage": True}})
-    assert status == 200
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert events[-1] == "[DONE]"
-    *chunks, counts = [json.loads(event) for event in events[:-1]]
-    if "chat" in path:
-        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-        pieces, expected = (
-            [c["choices"][0]["delta"]["content"] for c in chunks],
-            whole["choices"][0]["message"]["content"],
-        )
-    else:
-        pieces, expected = [c["choices"][0]["text"] for c in chunks], whole["choices"][0]["text"]
+    *chunks, counts = events(text)
+    assert status == 200 and {chunk["object"] for chunk in chunks} == {chunks[0]["object"]}
+    assert "chat" not in path or chunks[0]["object"] == "chat.completion.chunk"
+    pieces, expected = [content(c["choices"][0]) for c in chunks], content(whole["choices"][0])
     assert "".join(pieces) == expected and not any(one in expected for one in stop)
     assert len(pieces) > 3 or stop
-    assert chunks[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-    assert counts["choices"] == [] and counts["usage"] == whole["usage"] | {
-        "prompt_tokens_details": counts["usage"]["prompt_tokens_details"]
-    }
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(chunks) - 1) + [whole["choices"][0]["finish_reason"]]
+    details = {"prompt_tokens_details": counts["usage"]["prompt_tokens_details"]}
+    assert counts["choices"] == [] and counts["usage"] == whole["usage"] | details
     assert counts["report"]["new_tokens"] == whole["report"]["new_tokens"]
     assert all(chunk["usage"] is None for chunk in chunks)
-    assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
 
 
 def test_characters_of_several_tokens_are_sent_whole(model: Any) -> None:
@@ -157,52 +180,37 @@ def test_sampling_and_seeds(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
+    ("body", "status", "message"),
     [
-        ("/v1/completions", b"{", 400, "body: it is not JSON"),
-        ("/v1/completions", [], 400, "body: a JSON object"),
-        ("/v1/completions", TEXT | {"prompt": 3}, 400, "prompt: 3 is of a type"),
-        ("/v1/completions", TEXT | {"prompt": []}, 400, "prompt: give a text"),
-        ("/v1/completions", TEXT | {"prompt": [10**9]}, 400, "prompt: give a text, or a list of token ids"),
-        ("/v1/completions", TEXT | {"prompt": ["a", "b"]}, 400, "prompt: .* of one text"),
-        ("/v1/completions", TEXT | {"n": 17}, 400, "n: 17 is not possible; give 1 to 16"),
-        ("/v1/completions", TEXT | {"presence_penalty": 1}, 400, "presence_penalty: 1 is not supported; .* or give 0"),
-        ("/v1/completions", TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 is not possible; give 1 to 1018"),
-        ("/v1/completions", TEXT | {"temperature": -1}, 400, "temperature: -1 is not possible; give 0 to 1000"),
-        ("/v1/completions", TEXT | {"temperature": 1, "top_p": 7}, 400, "top_p"),
-        ("/v1/completions", TEXT | {"draft": "/etc/passwd"}, 400, 'draft: "/etc/passwd" was not loaded'),
-        ("/v1/completions", TEXT | {"model": "gpt-5"}, 404, "model: \"gpt-5\" is not here; ask for 'target'"),
-        ("/v1/completions", TEXT | {"stop": [""]}, 400, "stop: give a text"),
-        ("/v1/completions", TEXT | {"logprobs": 21}, 400, "logprobs: 21 is not possible; give 0 to 20"),
-        ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs: they come with logprobs"),
-        ("/v1/completions", TEXT | {"unknown": 1}, 400, "unknown: 1 is not supported"),
-        ("/v1/chat/completions", CHAT | {"messages": []}, 400, "messages: give a list of"),
-        ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools: .* is not supported"),
-        ("/v1/chat/completions", CHAT | {"tools": [TOOL]}, 400, "tools: the model's chat template does not use them"),
-        ("/v1/chat/completions", CHAT | {"tool_choice": "required"}, 400, 'tool_choice: .* or give "auto" or "none"'),
-        (
-            "/v1/chat/completions",
-            CHAT | {"chat_template_kwargs": {"thinks": 1}},
-            400,
-            "chat_template_kwargs: .* not use",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"chat_template_kwargs": {"chat_template": "a"}},
-            400,
-            "chat_template_kwargs: ",
-        ),
-        (
-            "/v1/chat/completions",
-            CHAT | {"response_format": {"type": "json_schema"}},
-            400,
-            "response_format: .* give {",
-        ),
-        ("/v1/embeddings", {}, 404, "path: /v1/embeddings is not here"),
+        (b"{", 400, "body: it is not JSON"),
+        ([], 400, "body: a JSON object"),
+        (TEXT | {"prompt": 3}, 400, "prompt: 3 is of a type"),
+        (TEXT | {"prompt": []}, 400, "prompt: give a text"),
+        (TEXT | {"prompt": [10**9]}, 400, "prompt: give a text, or a list of token ids"),
+        (TEXT | {"prompt": ["a", "b"]}, 400, "prompt: .* of one text"),
+        (TEXT | {"n": 17}, 400, "n: 17 is not possible; give 1 to 16"),
+        (TEXT | {"presence_penalty": 1}, 400, "presence_penalty: 1 is not supported; .* or give 0"),
+        (TEXT | {"max_tokens": 0}, 400, "max_tokens: 0 is not possible; give 1 to 1018"),
+        (TEXT | {"temperature": -1}, 400, "temperature: -1 is not possible; give 0 to 1000"),
+        (TEXT | {"draft": "/etc/passwd"}, 400, 'draft: "/etc/passwd" was not loaded'),
+        (TEXT | {"model": "gpt-5"}, 404, "model: \"gpt-5\" is not here; ask for 'target'"),
+        (TEXT | {"stop": [""]}, 400, "stop: give a text"),
+        (TEXT | {"logprobs": 21}, 400, "logprobs: 21 is not possible; give 0 to 20"),
+        (CHAT | {"top_logprobs": 2}, 400, "top_logprobs: they come with logprobs"),
+        (TEXT | {"unknown": 1}, 400, "unknown: 1 is not supported"),
+        (CHAT | {"messages": []}, 400, "messages: give a list of"),
+        (CHAT | {"tools": [{"type": "function"}]}, 400, "tools: .* is not supported"),
+        (CHAT | {"tools": [TOOL]}, 400, "tools: the model's chat template does not use them"),
+        (CHAT | {"tool_choice": "required"}, 400, 'tool_choice: .* or give "auto" or "none"'),
+        (CHAT | {"chat_template_kwargs": {"thinks": 1}}, 400, "chat_template_kwargs: .* not use"),
+        (CHAT | {"response_format": {"type": "json_schema"}}, 400, "response_format: .* give {"),
+        ({}, 404, "path: /v1/embeddings is not here"),
     ],
 )
-def test_bad_requests_get_a_sentence(server: Server, path: str, body: Any, status: int, message: str) -> None:
+def test_bad_requests_get_a_sentence(server: Server, body: Any, status: int, message: str) -> None:
+    path = "/v1/completions" if body != {} else "/v1/embeddings"
     if isinstance(body, dict):
+        path = "/v1/chat/completions" if "messages" in body else path
         body = body | {"stream": "prompt" in body}
     found, text = sent(server, path, body)
     error = json.loads(text)["error"]
@@ -247,23 +255,29 @@ PROMPTS: list[Any] = [
     *([1, "a"], [LARGE], HALF, [HALF], NESTED, [1] * 1024, "a b " * 1024),
 ]
 MESSAGE = {"role": "user", "content": "a"}
+CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 NOT_OF_A_MESSAGE: list[Any] = [None, 1, True, [], {}, ["a"], [{"type": "text"}], HALF, NESTED]
-MORE_OF_A_MESSAGE: list[Any] = [{"tool_calls": [{}]}, {"name": 1}, {HALF: "a"}, {"content": "a b " * 1024}]
+MORE_OF_A_MESSAGE: list[Any] = [
+    *({"tool_calls": [{}]}, {"tool_calls": [CALLED]}, {"name": 1}, {HALF: "a"}, {"content": "a b " * 1024}),
+    {"content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]},
+    {"content": [{"type": "text", "text": 1}]},
+]
+CALLS: list[Any] = [[{"function": {"name": "a", "arguments": given}}] for given in ("{", "[]")]
 MESSAGES: list[Any] = [
     *json.loads('["a", {}, [], [null], [[]], ["a"], [1], [{}], [{"role": "user"}], [{"content": "a"}]]'),
     *([MESSAGE, None], [[MESSAGE]]),
     *([MESSAGE | {key: value}] for key in MESSAGE for value in NOT_OF_A_MESSAGE),
     *([MESSAGE | more] for more in MORE_OF_A_MESSAGE),
+    *([{"role": "assistant", "tool_calls": calls}] for calls in (*CALLS, {"a": 1})),
 ]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_what_no_field_can_be_is_an_error_that_names_it(server: Server, path: str) -> None:
     base, own, values = (CHAT, "messages", MESSAGES) if "chat" in path else (TEXT, "prompt", PROMPTS)
     other = {"messages": "prompt", "prompt": "messages"}[own]
-    table = HOSTILE | {own: values, other: [*PROMPTS, *MESSAGES]}
     base = {**base, "temperature": 1.0}
-    for name, hostile in table.items():
+    for name, hostile in (HOSTILE | {own: values, other: [*PROMPTS, *MESSAGES]}).items():
         for value in hostile:
             status, text = sent(server, path, base | {name: value})
             error = json.loads(text)["error"]
@@ -272,102 +286,58 @@ def test_what_no_field_can_be_is_an_error_that_names_it(server: Server, path: st
     assert asked(server, path, base)["choices"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_values_at_the_ends_of_their_ranges_and_nothing(server: Server, path: str) -> None:
     base = CHAT if "chat" in path else TEXT
     ends: dict[str, list[Any]] = {
         **{"temperature": [0, 1000, 1e-30], "top_p": [0, 1, 1e-300], "min_p": [0, 1], "top_k": [-1, 0, 1, 2**31 - 1]},
-        **{
-            "seed": [0, -(2**63), 2**64 - 1],
-            "draft_length": [1, 2**31 - 1],
-            "stop": [[], "a" * 256, ["a"] * 16],
-        },
+        **{"seed": [0, -(2**63), 2**64 - 1], "draft_length": [1, 2**31 - 1], "stop": [[], "a" * 256, ["a"] * 16]},
         **{"n": [1, 2], "tools": [[]], "user": [""], "stream_options": [{}], "response_format": [{"type": "text"}]},
-        **{
-            "logprobs": [False],
-            "tool_choice": ["none", "auto"],
-            "parallel_tool_calls": [True],
-            "metadata": [{"a": "b"}],
-        },
+        **{"logprobs": [False], "tool_choice": ["none", "auto"], "parallel_tool_calls": [True]},
         **{"service_tier": ["auto", "default"], "modalities": [["text"]], "min_tokens": [0], "top_logprobs": [0]},
         **{"presence_penalty": [0, 0.0], "frequency_penalty": [0], "logit_bias": [{}], "store": [False]},
         **{"chat_template_kwargs": [{}], "prompt_cache_key": ["a"], "safety_identifier": ["a"], "best_of": [1]},
-        **{name: [None] for name in (*HOSTILE, "prompt" if "chat" in path else "messages") if name not in (HALF,)},
+        **{"metadata": [{"a": "b"}]},
     }
-    for name, values in ends.items():
-        for value in values:
-            assert asked(server, path, {**base, "temperature": 1.0, "max_tokens": 3, name: value})["choices"], name
+    nothing = dict.fromkeys({*HOSTILE, "prompt" if "chat" in path else "messages"} - {HALF, "max_tokens"})
+    for some in (nothing, *({name: value} for name, values in ends.items() for value in values)):
+        assert asked(server, path, {**base, "temperature": 1.0, "max_tokens": 3, **some})["choices"], some
     message = [{**MESSAGE, "refusal": None, "name": "a"}]
     assert asked(server, "/v1/chat/completions", CHAT | {"messages": message, "max_tokens": 3})["choices"]
 
 
 BODIES: dict[str, bytes] = {
-    "nothing": b"",
-    "no JSON": b"{'prompt': 1}",
-    "two objects": b"{}{}",
-    "cut": json.dumps(TEXT).encode()[:-1],
-    "not UTF-8": b'{"prompt": "\xff\xfe\xfd"}',
-    "half a character": b'{"prompt": "\xc3"}',
-    "UTF-16": json.dumps([1]).encode("utf-16"),
-    "a number": b"1",
-    "null": b"null",
+    **{"nothing": b"", "no JSON": b"{'prompt': 1}", "two objects": b"{}{}", "cut": json.dumps(TEXT).encode()[:-1]},
+    **{"not UTF-8": b'{"prompt": "\xff\xfe\xfd"}', "half a character": b'{"prompt": "\xc3"}'},
+    **{"UTF-16": json.dumps([1]).encode("utf-16"), "a number": b"1", "null": b"null"},
     "nested too deeply": b"[" * 10**6,
     "nested too deeply in an object": b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
 }
-
-
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_is_no_object_of_json(server: Server, path: str, body: bytes) -> None:
-    status, text = sent(server, path, body)
-    assert status == 400 and json.loads(text)["error"]["message"].startswith("body: "), text
+NESTED_IN = zip(["prompt", "stop", "logit_bias"] * 2, [100, 300, 600, 900, 960, 1000], strict=True)
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), zip(["prompt", "stop", "logit_bias"] * 2, [100, 300, 600, 900, 960, 1000], strict=True)
-)
-def test_what_can_just_be_read_but_not_written(server: Server, name: str, depth: int) -> None:
-    body = f'{{"temperature": 0, "prompt": "a", "{name}": {"[" * depth}{"]" * depth}}}'
-    status, text = sent(server, "/v1/completions", body.encode())
-    assert status == 400 and re.match(f"({name}|body): ", json.loads(text)["error"]["message"]), text
-
-
-@pytest.mark.parametrize("name", ["temperature", "seed", "max_tokens", "n", "unknown"])
-def test_integers_of_more_digits_than_python_reads(server: Server, name: str) -> None:
-    status, text = sent(server, "/v1/completions", f'{{"prompt": "a", "{name}": {"9" * 5000}}}'.encode())
-    assert status == 400 and json.loads(text)["error"]["message"].startswith(f"{name}: "), text
-
-
-@pytest.mark.parametrize(
-    ("length", "status"),
+    ("body", "named"),
     [
-        (str(2**24 + 1), 413),
-        ("99999999999", 413),
-        ("9" * 5000, 413),
-        ("-1", 413),
-        ("many", 413),
-        ("1.0", 413),
-        (None, 411),
+        *(pytest.param(body, "body", id=name) for name, body in BODIES.items()),
+        *((f'{{"prompt": "a", "{name}": {"[" * n}{"]" * n}}}'.encode(), f"({name}|body)") for name, n in NESTED_IN),
+        *(
+            (f'{{"prompt": "a", "{name}": {"9" * 5000}}}'.encode(), name)
+            for name in ("temperature", "seed", "max_tokens", "n", "unknown")
+        ),
     ],
 )
-def test_lengths_that_are_not_read(server: Server, length: str | None, status: int) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-    connection.putrequest("POST", "/v1/completions")
-    if length is not None:
-        connection.putheader("Content-Length", length)
-    connection.endheaders()
-    answer = connection.getresponse()
-    assert answer.status == status and "Content-Length" in json.loads(answer.read())["error"]["message"]
-    connection.close()
+def test_bodies_that_cannot_be_read_or_written(server: Server, body: bytes, named: str) -> None:
+    """No object of JSON, one that nests deeper than it can be written again, and integers of more digits than Python reads."""
+    status, message = error_of(sent(server, "/v1/completions", body))
+    assert status == 400 and re.match(f"{named}: ", message), message
 
 
 def test_a_body_that_is_too_large_gets_its_answer(server: Server) -> None:
     """Though the server closes a connection whose other end still writes."""
-    for path, expected in (("/v1/completions", 413), ("/v1/embeddings", 404)):
-        status, text = sent(server, path, b"a" * (2**24 + 1))
-        assert status == expected and json.loads(text)["error"]["message"].startswith(
-            ("Content-Length: 16777217", "path: ")
-        )
+    for path, status, begins in (("completions", 413, "Content-Length: 16777217"), ("embeddings", 404, "path: ")):
+        found, message = error_of(sent(server, f"/v1/{path}", b"a" * (2**24 + 1)))
+        assert found == status and message.startswith(begins)
 
 
 def connected(server: Server, written: bytes, room: int = 0) -> socket.socket:
@@ -383,7 +353,7 @@ def connected(server: Server, written: bytes, room: int = 0) -> socket.socket:
 
 def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     written = json.dumps(body).encode()
-    return b"POST %b HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(written), written)
+    return POST % (path.encode(), b"Content-Length: %d\r\n" % len(written), written)
 
 
 def answered(client: socket.socket) -> tuple[int, str]:
@@ -395,21 +365,13 @@ def answered(client: socket.socket) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("written", "status", "message"),
     [
-        (
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{}",
-            408,
-            "Content-Length: of 9 bytes, 2 have come within",
-        ),
-        (
-            b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
-            408,
-            "Content-Length: of 9 bytes, 0 have come within",
-        ),
+        (POST % (b"/v1/completions", b"Content-Length: 9\r\n", b"{}"), 408, "Content-Length: of 9 bytes, 2 have come within"),
+        (POST % (b"/v1/completions", b"Content-Length: 9\r\n", b""), 408, "Content-Length: of 9 bytes, 0 have come within"),
         (b"POST /v1/completions HTTP/1.1\r\nContent-Le", 411, "Content-Length: none"),
         (b"POST /v1/completions HT", 400, "request: Bad request version"),
         (b"GET /nowhere HTTP/1.1\r\nA: b", 404, "path: /nowhere is not here"),
     ],
-)
+)  # fmt: skip
 def test_a_request_that_never_comes_whole_ends(
     server: Server, monkeypatch: pytest.MonkeyPatch, written: bytes, status: int, message: str
 ) -> None:
@@ -435,19 +397,23 @@ def test_a_request_that_trickles_in_ends(server: Server, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("line", "status"),
+    ("written", "status", "named"),
     [
-        ("PUT /v1/completions", 405),
-        ("HEAD /health", 405),
-        ("nonsense", 400),
-        ("GET /" + "a" * 70000, 414),
-        ("GET / HTTP/x", 400),
+        (b"PUT /v1/completions HTTP/1.1\r\n\r\n", 405, "request"),
+        (b"HEAD /health HTTP/1.1\r\n\r\n", 405, "request"),
+        (b"nonsense\r\n\r\n", 400, "request"),
+        (b"GET /%b HTTP/1.1\r\n\r\n" % (b"a" * 70000), 414, "request"),
+        (b"GET / HTTP/x\r\n\r\n", 400, "request"),
+        *(
+            (POST % (b"/v1/completions", b"Content-Length: %b\r\n" % length, b""), 413, "Content-Length")
+            for length in (b"16777217", b"99999999999", b"9" * 5000, b"-1", b"many", b"1.0")
+        ),
+        (POST % (b"/v1/completions", b"", b""), 411, "Content-Length"),
     ],
 )
-def test_what_is_no_request(server: Server, line: str, status: int) -> None:
-    line += "" if "HTTP" in line or line == "nonsense" else " HTTP/1.1"
-    found, text = answered(connected(server, f"{line}\r\n\r\n".encode()))
-    assert found == status and text.startswith("request: ")
+def test_what_is_no_request(server: Server, written: bytes, status: int, named: str) -> None:
+    found, text = answered(connected(server, written))
+    assert found == status and text.startswith(f"{named}: ")
 
 
 def test_models_and_health(server: Server) -> None:
@@ -458,19 +424,16 @@ def test_models_and_health(server: Server) -> None:
     assert sent(server, "/", None, "GET")[0] == 404
 
 
-def until_logged(server: Server, status: int, more: int) -> None:
-    """Wait for so many entries with this status."""
-    until = time.monotonic() + 60
-    while sum(entry["status"] == status for entry in server.entries) < more:  # type: ignore[attr-defined]
-        assert time.monotonic() < until
-        time.sleep(0.02)
+def left(server: Server) -> int:
+    """How many clients have left."""
+    return sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
 
 
 LONG = {**TEXT, "max_tokens": 900, "temperature": 1.0, "top_k": 0, "draft": "zoo:draft"}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_a_client_that_leaves_ends_its_call(
     server: Server, model: Any, stream: bool, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,34 +446,33 @@ def test_a_client_that_leaves_ends_its_call(
         waits.set()
         assert goes_on.wait(60)  # until the server has noticed
 
-    model.watch = watch
+    monkeypatch.setattr(model, "watch", watch)
     body = LONG | {"stream": stream} | ({"messages": CHAT["messages"]} if "chat" in path else {})
     del body["prompt" if "chat" in path else "draft"]
-    known = sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
+    known = left(server)
     client = connected(server, request(body, path))
     assert waits.wait(60)
     inline = connected(server, request(body, path))  # waits for the first one, and leaves as well
     client.close()
     inline.close()
-    until_logged(server, 499, known + 2)
+    until(lambda: left(server) == known + 2)
     goes_on.set()
     assert asked(server, "/v1/completions", TEXT | {"draft": "suffix"})["choices"][0]["text"]
-    model.watch = None
     assert sum(sum(one.kept) for one in passes) < 900 and len(passes) < 10
 
 
 def test_a_client_that_does_not_read_holds_nobody_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "name", "target" + "x" * 100000)  # large events fill the system's buffers sooner
-    endless = {"prompt": "def a", "max_tokens": 99, "temperature": 0, "stream": True}
-    known = sum(entry["status"] == 499 for entry in server.entries)  # type: ignore[attr-defined]
-    clients = [connected(server, request(endless), 2048) for _ in range(2)]
+    endless = request({"prompt": "def a", "max_tokens": 99, "temperature": 0, "stream": True})
+    known = left(server)
+    clients = [connected(server, endless, 2048) for _ in range(2)]
     assert asked(server, "/v1/completions", TEXT)["choices"]
     monkeypatch.setattr(server, "takes_in", 0.1)
-    clients.append(connected(server, request(endless), 2048))
-    until_logged(server, 499, known + 1)  # the last one does not take a piece in time
+    clients.append(connected(server, endless, 2048))
+    until(lambda: left(server) > known)  # the last one does not take a piece in time
     for client in clients:
         client.close()
-    until_logged(server, 499, known + 3)
+    until(lambda: left(server) == known + 3)
 
 
 def test_several_clients_at_once(server: Server) -> None:
@@ -555,10 +517,7 @@ class Clients:
         inside = sum(self.answers.line.counts)
         self.threads.append(threading.Thread(target=write, daemon=True))
         self.threads[number].start()
-        until = time.monotonic() + 60
-        while sum(self.answers.line.counts) <= inside and self.threads[number].is_alive():
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda: sum(self.answers.line.counts) > inside or not self.threads[number].is_alive())
         return number
 
     def end(self) -> dict[int, Any]:
@@ -703,18 +662,7 @@ def test_an_audit_finds_nothing(server: Server, model: Any) -> None:
     assert found.is_lossless and not [one for one in found.findings if one.verdict == "failed"], found  # seeds included
 
 
-@contextlib.contextmanager
-def served(model: Any, **options: Any) -> Iterator[Server]:
-    """A server of its own, with these options."""
-    entries: list[dict[str, Any]] = []
-    with Server({"zoo:draft": model}, "target", ("127.0.0.1", 0), entries.append, **options) as made:
-        made.entries = entries  # type: ignore[attr-defined]
-        threading.Thread(target=made.serve_forever, daemon=True).start()
-        yield made
-        made.shutdown()
-
-
-CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+OSLO = "<tool_call>Oslo</tool_call>"
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{{ '\n' }}{% endfor %}"
@@ -723,50 +671,27 @@ MARKED = (
 
 
 @pytest.mark.parametrize(
-    ("more", "rendered"),
+    ("messages", "more", "rendered"),
     [
-        (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-            "<user>a\nb\n",
-        ),
-        ({"messages": [{"role": "developer", "content": "a"}, MESSAGE]}, "<system>a\n<user>a\n"),
-        ({"messages": [MESSAGE, {"role": "assistant", "content": None, "annotations": []}]}, "<user>a\n<assistant>\n"),
-        (
-            {"messages": [MESSAGE, {"role": "assistant", "content": None, "tool_calls": [CALLED]}]},
-            "<user>a\n<assistant><tool_call>Oslo</tool_call>\n",
-        ),
-        ({"messages": [MESSAGE, {"role": "tool", "content": "3", "tool_call_id": "1"}]}, "<user>a\n<tool>3\n"),
-        ({"messages": [MESSAGE], "tools": [TOOL]}, "<user>a\nweather"),
-        ({"messages": [MESSAGE], "tools": [TOOL], "tool_choice": "none"}, "<user>a\n"),
-        ({"messages": [MESSAGE], "chat_template_kwargs": {"thinks": True}}, "<user>a\n<think>"),
-        ({"messages": [MESSAGE], "chat_template_kwargs": {"thinks": False}}, "<user>a\n"),
+        ([{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], {}, "<user>a\nb\n"),
+        ([{"role": "developer", "content": "a"}, MESSAGE], {}, "<system>a\n<user>a\n"),
+        ([MESSAGE, {"role": "assistant", "content": None, "annotations": []}], {}, "<user>a\n<assistant>\n"),
+        ([MESSAGE, {"role": "assistant", "content": None, "tool_calls": [CALLED]}], {}, f"<user>a\n<assistant>{OSLO}\n"),
+        ([MESSAGE, {"role": "tool", "content": "3", "tool_call_id": "1"}], {}, "<user>a\n<tool>3\n"),
+        ([MESSAGE], {"tools": [TOOL]}, "<user>a\nweather"),
+        ([MESSAGE], {"tools": [TOOL], "tool_choice": "none"}, "<user>a\n"),
+        ([MESSAGE], {"chat_template_kwargs": {"thinks": True}}, "<user>a\n<think>"),
+        ([MESSAGE], {"chat_template_kwargs": {"thinks": False}}, "<user>a\n"),
     ],
-)
+)  # fmt: skip
 def test_what_the_chat_template_is_given(
-    server: Server, model: Any, more: dict[str, Any], rendered: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, model: Any, messages: list[Any], more: Any, rendered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.tokenizer, "chat_template", MARKED)
-    found = asked(server, "/v1/chat/completions", CHAT | {"max_tokens": 4} | more)
+    found = asked(server, "/v1/chat/completions", CHAT | {"max_tokens": 4, "messages": messages} | more)
     ids = model.tokenizer(rendered, add_special_tokens=False).input_ids
     assert found["usage"]["prompt_tokens"] == len(ids)
-    assert found["choices"][0]["message"]["content"] == model.tokenizer.decode(alone(model, ids, 4))
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [MESSAGE | {"content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}],
-        [MESSAGE | {"content": [{"type": "text", "text": 1}]}],
-        [MESSAGE | {"content": ["a"]}],
-        [MESSAGE | {"tool_calls": [CALLED]}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}],
-        [{"role": "assistant", "tool_calls": {"a": 1}}],
-    ],
-)
-def test_messages_that_have_no_text(server: Server, messages: list[Any]) -> None:
-    status, text = sent(server, "/v1/chat/completions", CHAT | {"messages": messages})
-    assert status == 400 and json.loads(text)["error"]["message"].startswith("messages: "), text
+    assert content(found["choices"][0]) == model.tokenizer.decode(alone(model, ids, 4))
 
 
 @pytest.mark.parametrize(
@@ -804,26 +729,24 @@ def test_calls_of_tools(
     status, answer = sent(server, "/v1/chat/completions", body)
     assert status == 200
     if stream:
-        chunks = [json.loads(line[6:]) for line in answer.splitlines() if line and line != "data: [DONE]"]
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        content = "".join(one["content"] for one in deltas)
-        found, reason = deltas[-1].get("tool_calls", []), chunks[-1]["choices"][0]["finish_reason"]
+        chunks = [event["choices"][0] for event in events(answer)]
+        said, reason = "".join(map(content, chunks)), chunks[-1]["finish_reason"]
+        found = chunks[-1]["delta"].get("tool_calls", [])
         assert [one.pop("index") for one in found] == list(range(len(calls)))
     else:
         (choice,) = json.loads(answer)["choices"]
-        content, reason = choice["message"]["content"], choice["finish_reason"]
+        said, reason = content(choice), choice["finish_reason"]
         found = choice["message"].get("tool_calls", [])
     assert [(one["function"]["name"], json.loads(one["function"]["arguments"])) for one in found] == calls
-    assert content == ("So: " if calls else model.tokenizer.decode(written)) and reason == (
-        "tool_calls" if calls else "stop"
-    )
+    assert said == ("So: " if calls else model.tokenizer.decode(written))
+    assert reason == ("tool_calls" if calls else "stop")
     assert len({one["id"] for one in found}) == len(calls)
     if len(calls) == 2 and not stream:
         (choice,) = asked(server, "/v1/chat/completions", body | {"parallel_tool_calls": False})["choices"]
         assert len(choice["message"]["tool_calls"]) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_several_answers_to_one_request(server: Server, path: str) -> None:
     base = CHAT if "chat" in path else TEXT
     one = asked(server, path, base | {"stop": "\n    "})
@@ -834,37 +757,33 @@ def test_several_answers_to_one_request(server: Server, path: str) -> None:
     body = base | {"n": 2, "temperature": 1.0, "seed": 5, "draft_length": 3, "max_tokens": 60}
     choices = asked(server, path, body)["choices"]
     assert len({json.dumps(choice | {"index": 0}) for choice in choices}) == 2
-    _, text = sent(server, path, body | {"stream": True})
     pieces = ["", ""]
-    for line in text.splitlines():
-        if line and line != "data: [DONE]":
-            for choice in json.loads(line[6:])["choices"]:
-                pieces[choice["index"]] += choice["delta"]["content"] if "chat" in path else choice["text"]
-    assert pieces == [choice["message"]["content"] if "chat" in path else choice["text"] for choice in choices]
+    for event in events(sent(server, path, body | {"stream": True})[1]):
+        for choice in event["choices"]:
+            pieces[choice["index"]] += content(choice)
+    assert pieces == list(map(content, choices))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_log_probabilities_are_the_targets(server: Server, model: Any, path: str, stream: bool) -> None:
     is_chat = "chat" in path
     more = {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3, "return_tokens_as_token_ids": True}
     body = (CHAT if is_chat else TEXT) | more | {"max_tokens": 8, "n": 2}
     if stream:
-        _, text = sent(server, path, body | {"stream": True})
-        chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line and "[DONE]" not in line]
+        chunks = [event["choices"][0] for event in events(sent(server, path, body | {"stream": True})[1])]
         choices = [one for one in chunks if one["logprobs"]]
     else:
         choices = asked(server, path, body)["choices"]
     assert len(choices) == 2 and choices[0]["logprobs"] == choices[1]["logprobs"]
-    render = model.tokenizer.apply_chat_template
-    ids = (
-        render(CHAT["messages"], add_generation_prompt=True, return_dict=True).input_ids
-        if is_chat
-        else model.tokenizer(TEXT["prompt"]).input_ids
-    )
+    if is_chat:
+        ids = model.tokenizer.apply_chat_template(
+            CHAT["messages"], add_generation_prompt=True, return_dict=True
+        ).input_ids
+    else:
+        ids = model.tokenizer(TEXT["prompt"]).input_ids
     new = alone(model, ids, 8)
     expected = model.target(torch.tensor([ids + new[:-1]])).logits[0, len(ids) - 1 :].float().log_softmax(-1)
-    best = expected.topk(3)
     about = choices[0]["logprobs"]
     if is_chat:
         entries = about["content"]
@@ -878,7 +797,7 @@ def test_log_probabilities_are_the_targets(server: Server, model: Any, path: str
         plain = asked(server, path, TEXT | {"logprobs": 0, "max_tokens": 8})["choices"][0]["logprobs"]
         assert plain["top_logprobs"] is None and "".join(plain["tokens"]) == model.tokenizer.decode(new)
     torch.testing.assert_close(torch.tensor(values), expected.gather(1, torch.tensor(new)[:, None])[:, 0])
-    torch.testing.assert_close(torch.tensor(tops), best.values)
+    torch.testing.assert_close(torch.tensor(tops), expected.topk(3).values)
 
 
 def test_log_probabilities_that_need_too_much_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -889,11 +808,12 @@ def test_log_probabilities_that_need_too_much_memory(server: Server, monkeypatch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llguidance") is not None, reason="it is installed")
-def test_json_needs_an_extra(server: Server) -> None:
-    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}):
-        status, text = sent(server, "/v1/chat/completions", CHAT | {"response_format": form})
-        message = json.loads(text)["error"]["message"]
-        assert status == 400 and message == f"response_format: JSON needs llguidance: {install('grammar')}"
+@pytest.mark.parametrize(
+    "more", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}]
+)
+def test_json_needs_an_extra(server: Server, more: dict[str, Any]) -> None:
+    found = error_of(sent(server, "/v1/chat/completions", CHAT | {"response_format": more}))
+    assert found == (400, f"response_format: JSON needs llguidance: {install('grammar')}")
 
 
 def test_metrics(model: Any) -> None:
@@ -906,7 +826,7 @@ def test_metrics(model: Any) -> None:
         )
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
-    with served(model) as server:
+    with served({"zoo:draft": model}) as server:
         start = read(server)
         assert not any(start.values())
         answers = [asked(server, "/v1/completions", TEXT | {"n": n}) for n in (1, 2)]
@@ -933,7 +853,7 @@ def test_metrics(model: Any) -> None:
 
 
 def test_a_key(model: Any) -> None:
-    with served(model, key="secret") as server:
+    with served({"zoo:draft": model}, key="secret") as server:
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "é"}):
             headers = {name: value.encode() for name, value in given.items()}
             for path, method in (("/v1/completions", "POST"), ("/v1/models", "GET"), ("/metrics", "GET")):
@@ -949,23 +869,18 @@ def test_a_key(model: Any) -> None:
 
 @pytest.mark.parametrize("origins", [(), ("http://a.example",), ("*",)])
 def test_web_pages_may_ask_if_they_are_named(model: Any, origins: tuple[str, ...]) -> None:
-    with served(model, origins=origins, key="secret") as server:
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a, authorization"}
+    with served({"zoo:draft": model}, origins=origins, key="secret") as server:
         for origin in ("http://a.example", "http://b.example"):
             allowed = "*" in origins or origin in origins
             connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
-            asks = {
-                "Origin": origin,
-                "Access-Control-Request-Method": "POST",
-                "Access-Control-Request-Headers": "x-a, authorization",
-            }
-            connection.request("OPTIONS", "/v1/chat/completions", headers=asks)
+            connection.request("OPTIONS", "/v1/chat/completions", headers=asks | {"Origin": origin})
             answer = connection.getresponse()
             assert answer.status == (204 if allowed else 403 if origins else 405)
             assert answer.getheader("Access-Control-Allow-Headers") == ("x-a, authorization" if allowed else None)
             connection.close()
-            connection.request(
-                "POST", "/v1/completions", json.dumps(TEXT), {"Origin": origin, "Authorization": "Bearer secret"}
-            )
+            headers = {"Origin": origin, "Authorization": "Bearer secret"}
+            connection.request("POST", "/v1/completions", json.dumps(TEXT), headers)
             answer = connection.getresponse()
             assert answer.status == (200 if allowed else 403)
             expected = None if not allowed else "*" if "*" in origins else origin
@@ -986,10 +901,7 @@ def test_a_queue_has_an_order_and_limits() -> None:
     threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
     for number, thread in enumerate(threads):
         thread.start()
-        until = time.monotonic() + 60
-        while len(line.waiting) <= number:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        until(lambda number=number: len(line.waiting) > number)
     assert inside.wait(60)
     with pytest.raises(Refused, match=r"queue: 2 requests are waiting already") as error, line.turn(None):
         raise AssertionError
@@ -1005,27 +917,19 @@ def test_a_queue_has_an_order_and_limits() -> None:
 
 
 def test_a_full_queue_and_too_many_connections_are_told(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(model, queue=0) as server, server.answers.line.turn(None):
-        status, text = sent(server, "/v1/completions", TEXT)
-        assert status == 503 and json.loads(text)["error"]["message"].startswith("queue: ")
+    with served({"zoo:draft": model}, queue=0) as server, server.answers.line.turn(None):
+        status, message = error_of(sent(server, "/v1/completions", TEXT))
+        assert status == 503 and message.startswith("queue: ")
         assert 'vllm:num_requests_running{model_name="target"} 1' in sent(server, "/metrics", None, "GET")[1]
-        until_open(server, 0)
+        until(lambda: server.open == 0)
         monkeypatch.setattr(server, "connections", 2)
         idle = [connected(server, b"GET /health") for _ in range(2)]
-        until_open(server, 2)
+        until(lambda: server.open == 2)
         assert sent(server, "/health", None, "GET")[0] == 503
         for client in idle:
             client.close()
-        until_open(server, 0)
+        until(lambda: server.open == 0)
         assert sent(server, "/health", None, "GET")[0] == 200
-
-
-def until_open(server: Server, count: int) -> None:
-    """Wait for so many open connections."""
-    until = time.monotonic() + 60
-    while server.open != count:
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_what_a_server_needs() -> None:
@@ -1037,62 +941,26 @@ def test_what_a_server_needs() -> None:
 
 def test_the_command_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(pairs: Any, *given: Any) -> None:
-        assert {name: getattr(one.drafter, "window", None) for name, one in pairs.items()} == {
-            "suffix": None,
-            "zoo:draft": 64,
-        }
+        windows = {name: getattr(one.drafter, "window", None) for name, one in pairs.items()}
+        assert windows == {"suffix": None, "zoo:draft": 64}
         assert (given[0], *given[3:]) == ("target", keys.pop(), ["http://a", "*"], 3, 2, 64)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("assisted.serving.Server", stopped)
     monkeypatch.setenv("ASSISTED_API_KEY", "of the environment")
     keys = ["of the environment", "given"]
-    argv = [
-        "serve",
-        "zoo:target",
-        "--draft",
-        "suffix",
-        "--draft",
-        "zoo:draft",
-        "--draft-window",
-        "64",
-        "--name",
-        "target",
-    ]
-    argv += [
-        "--device",
-        "cpu",
-        "--allow-origin",
-        "http://a",
-        "--allow-origin",
-        "*",
-        "--queue",
-        "3",
-        "--rows",
-        "2",
-        "--chunk",
-        "64",
-    ]
+    argv = shlex.split(
+        "serve zoo:target --draft suffix --draft zoo:draft --draft-window 64 --name target --device cpu"
+        " --allow-origin http://a --allow-origin * --queue 3 --rows 2 --chunk 64"
+    )
     assert main([*argv, "--api-key", "given"]) == 130
     assert main(argv) == 130 and not keys
 
 
 @pytest.mark.slow
 def test_the_command() -> None:
-    arguments = [
-        "serve",
-        "zoo:target",
-        "--draft",
-        "suffix",
-        "--draft",
-        "ngram",
-        "--port",
-        "0",
-        "--json",
-        "--threads",
-        "1",
-    ]
-    process = subprocess.Popen([sys.executable, "-m", "assisted", *arguments], stdout=subprocess.PIPE, text=True)
+    arguments = shlex.split("-m assisted serve zoo:target --draft suffix --draft ngram --port 0 --json --threads 1")
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         about = json.loads(process.stdout.readline())

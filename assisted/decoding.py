@@ -85,12 +85,9 @@ def _verify(
 
 
 def _forward(target: CachedModel, text: Text, draft: Draft, in_lockstep: bool) -> tuple[Draft, torch.Tensor]:
-    used = None
-    if not in_lockstep:
-        used = [0 if ended else 1 + draft.width for ended in text.ended]
-    elif text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
+    if in_lockstep and text.padded_rows:  # their KV includes the padding, as in autoregressive decoding
         draft = draft.with_chains(text.padded_rows, text.padding)
-    return draft, target(torch.cat([text.last_tokens(), draft.tokens], 1), draft, used).to(text.ids.device)
+    return draft, target(torch.cat([text.last_tokens(), draft.tokens], 1), draft).to(text.ids.device)
 
 
 def _check(target: CachedModel, text: Text, earlier: int) -> None:

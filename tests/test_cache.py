@@ -176,6 +176,10 @@ def test_rewinding_left_aligned_rows_writes_nothing():
     cache.commit([0, 0, 0])
     written = [(store, store._version) for layer in cache.layers for store in (layer.keys, layer.values)]
     cache.rewind([4, 9, 1])
+    with cache.borrowed():  # what is committed within it is discarded
+        cache.commit([2, 1, 0])
+        assert cache.known == [6, 10, 1]
+    assert cache.known == [4, 9, 1]
     cache.rewind([4, 2, 1])
     assert cache.lengths == [4, 2, 1]
     now = [store for layer in cache.layers for store in (layer.keys, layer.values)]

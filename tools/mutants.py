@@ -119,7 +119,6 @@ MUTANTS = [
     ("verification.py", "child = child.masked_fill(padded, step + 1)", "child = child.masked_fill(padded, step)"),
     ("decoding.py", "text.room - 1, room - 1)", "room - 1)"),
     ("methods/shared/guarded.py", "self.drafting = None", "pass"),
-    ("decoding.py", "used = [0 if ended else 1 + draft.width", "used = [0 if ended else draft.width"),
     ("core/drafts.py", "(self.tokens < vocabulary)", "(self.tokens <= vocabulary)"),
     ("core/drafts.py", "jump = jump.gather(1, jump)", "jump = jump"),
     ("core/text.py", "columns >= torch.tensor(self.lengths", "columns > torch.tensor(self.lengths"),

@@ -50,7 +50,7 @@ class CachedModel(Runner):
     top1: Callable[[torch.Tensor], torch.Tensor] = staticmethod(
         top1
     )  # finds the top-1 tokens of scores; a call may set a faster way
-    begun: Callable[[torch.Tensor, Draft | None, list[int] | None], torch.Tensor | None] | None = None
+    begun: Callable[[torch.Tensor, Draft | None], torch.Tensor | None] | None = None
 
     def __init__(self, model: PreTrainedModel | PreparedModule, cache: SlotCache, masks: Masks, needs: Needs = NOTHING):
         self.bare = model if isinstance(model, PreparedModule) else PreparedModule(model)
@@ -105,7 +105,7 @@ class CachedModel(Runner):
         """
         self._begin_states()
         begun, self.begun = self.begun, None
-        logits = None if begun is None else begun(ids, draft, used)
+        logits = None if begun is None else begun(ids, draft)
         return self.passes.run(self, ids, draft, used) if logits is None else logits
 
     def _begin_states(self) -> None:

@@ -70,9 +70,7 @@ class Split:
         begun = Begun(draft, end, _joined(read), list(self.target.cache.lengths), measured)
         self.target.begun = partial(self._go_on, begun)
 
-    def _go_on(
-        self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None
-    ) -> torch.Tensor | None:
+    def _go_on(self, begun: Begun, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor | None:
         """The target's forward pass, [B, n + 1, V]; None if the whole model must run."""
         self.measured = {}
         same = draft is not None and draft.is_that_of(begun.draft) and begun.lengths == self.target.cache.lengths
@@ -80,7 +78,7 @@ class Split:
             return None
         try:
             run = self.finish if begun.measured is None else self._measure
-            return run(begun, ids, draft, used)
+            return run(begun, ids, draft)
         except Exception as error:
             if not self.target.settings.ranks.may_go_on(error):
                 raise
@@ -90,22 +88,20 @@ class Split:
             )
             return None
 
-    def finish(
-        self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None = None
-    ) -> torch.Tensor:
+    def finish(self, begun: Begun, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor:
         """The target's forward pass over a draft that the front has begun, [B, n + 1, V]."""
-        states, end = self._read_rest(begun, ids, used), begun.end
+        states, end = self._read_rest(begun, ids), begun.end
         if end not in self._backs:
             model, inject = back(self.target.bare.module, self.layers, end)
             after = (state for state in self.target.needs.states if state > end)
             self._backs[end] = self.target.part(model, ("back", end), after, inject), inject
         rest, inject = self._backs[end]
         inject.hidden = states[end]
-        logits = rest(ids, draft, used)
+        logits = rest(ids, draft)
         self._show({**states, **rest.states})
         return logits
 
-    def _read_rest(self, begun: Begun, ids: torch.Tensor, used: list[int] | None) -> _States:
+    def _read_rest(self, begun: Begun, ids: torch.Tensor) -> _States:
         """The front's states of all columns. The last drafted token may not have been read until now."""
         done = begun.states[begun.end].shape[-2]
         if done == ids.shape[1]:
@@ -114,18 +110,18 @@ class Split:
         known = cache.known
         try:
             cache.commit([done] * len(known))
-            reader(ids[:, done:], used=None if used is None else [max(0, count - done) for count in used])
+            reader(ids[:, done:])
         finally:
             cache.rewind(known)
         return _joined([begun.states, reader.states])
 
-    def _measure(self, begun: Begun, ids: torch.Tensor, draft: Draft | None, used: list[int] | None) -> torch.Tensor:
+    def _measure(self, begun: Begun, ids: torch.Tensor, draft: Draft | None) -> torch.Tensor:
         """The whole model in one timed forward pass that also keeps the states after the measured numbers of layers."""
         target, ends = self.target, begun.measured or ()
         needs = replace(target.needs, states=target.needs.states | set(ends))
         whole = CachedModel(target.bare, target.cache, target.masks, needs)
         whole.constants = target.constants
-        logits, self.seconds = timed(lambda: whole(ids, draft, used), target.device)
+        logits, self.seconds = timed(lambda: whole(ids, draft), target.device)
         self.measured = {end: whole.states[end] for end in ends}
         self._show(whole.states)
         return logits

@@ -135,13 +135,15 @@ def parts_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("list of heads", "llama", 3, 3 * 40 + 42 + 20),
         ("early-exit:1", "mistral", 2, 4 * 40 + 20),
         ("model", "gpt2", 1, 4 * 40),  # the last but one is read where the document was
+        ("suffix", "qwen3_next", 4, 3 * 40),  # states are copied at the end of the beginning alone
+        ("eagle-1", "lfm2", 4, 3 * 40),
     ],
 )
 def test_a_beginning_that_texts_share_is_read_once(
     draft: str, family: str, rows: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Questions about one document, one of them again, another text, and half of the document."""
-    target = build(BY_NAME[family])
+    target = build((BY_NAME | STATES)[family])
     model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=4)
     document = random_ids(target, 1, 40, seed=5)[0]
     texts = [torch.cat([document, random_ids(target, 1, 3 + number, seed=number)[0]]) for number in range(4)]

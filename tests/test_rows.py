@@ -12,14 +12,16 @@ from architectures import build, half_right, random_ids
 from automata import END, Automaton, any_grammar
 from crowd import Requests
 from pairs import BY_NAME, CALL, ENDS, tokenizer
-from test_many import DRAFTS, parts_read
+from test_many import DRAFTS, STATES, parts_read
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, GrammarProcessor, SessionPool
+from assisted.engine.runner import CachedModel
 from assisted.lengths.policies import Never
 from assisted.many.reading import shares
 from assisted.many.texts import Answer
+from assisted.methods.shared.runner import HeadRunner
 
 pytestmark = pytest.mark.usefixtures("invariants")
 
@@ -263,3 +265,32 @@ def test_a_prompt_waits_for_another_that_reads_its_beginning(monkeypatch: pytest
         assert [found[at].ids.tolist() for at in (1, 2)] == expected[1:] and sum(read) <= most
         shared = [asked.recorder.shared_tokens for _, asked in requests.coming]
         assert shared == [0, 0 if leaves or pool is None else 30, 0 if pool is None else 30]
+
+
+@pytest.mark.parametrize(
+    "draft,family",
+    [("model", "llama"), ("pard", "gpt2"), ("eagle-1", "llama"), ("mtp layers", "llama"), ("suffix", "qwen3_next")],
+)
+def test_a_call_that_goes_on_in_a_row_is_not_read_again(
+    draft: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the target nor by drafts, which are as right as if they had read it here."""
+    target = build((BY_NAME | STATES)[family])
+    made, text = DRAFTS[draft](target), random_ids(target, 1, 40)[0]
+    widths, passes = list[int](), list[int]()
+    for owner, name in ((CachedModel, "prefill"), (HeadRunner, "read")):
+        own = getattr(owner, name)
+        read = lambda self, ids, *more, own=own: (widths.append(ids.shape[1]), own(self, ids, *more))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, read)
+    for pool in (None, SessionPool()):
+        model = AssistedModelForCausalLM.from_models(target, made, draft_length=3, sessions=pool)
+        begun = model.generate(text[None], **CALL)[0]
+        widths.clear()
+        requests = Requests(model, 2, 9)
+        requests.ask(begun, CALL)
+        requests.ask(random_ids(target, 1, 5, seed=5)[0], CALL)
+        found = requests.answers()[0]
+        assert found.ids.tolist() == target.generate(begun[None], **CALL)[0].tolist()
+        passes.append(requests.coming[0][1].recorder.target_passes)
+        assert (max(widths) <= 6) == (pool is not None), widths
+    assert passes[0] == passes[1]

@@ -20,6 +20,7 @@ from ..distribution import Distribution
 from ..engine.cache import SlotCache
 from ..engine.libraries import CACHE, optimized_for_decode, prefill, with_prompt_of, without_gradients
 from ..engine.masks import Masks
+from ..engine.needs import States
 from ..engine.pool import Lent
 from ..engine.prepared import CallSettings
 from ..engine.recurrent import slots_for, target_runner
@@ -59,25 +60,30 @@ class Assembly:
 
     def drafting(self) -> Guarded:
         """Start the drafter, once the target has read the prompt; with guesses from the call's grammar, if it has one."""
-        session, distribution = self.session, self.distribution
-        earlier, shared = self._earlier()
-        about = Call(
-            self.inputs.own_mask,
-            distribution.for_draft(),
-            self.length,
-            self.text.max_length,
-            self.target,
-            self.settings,
-            earlier=earlier,
-            shared=shared,
-            forks=session is not None and session.forks,
-            states=self.target.states,
-            encoded=self.inputs.encoded,
-        )
-        self.own = self.drafter.start(about)
+        distribution = self.distribution
+        self.own = self.drafter.start(self.about(self.target, self.session, self.target.states, self.inputs.own_mask))
         splits = self.drafter.needs.split
         around, self.length = guided(self.own, self.length, distribution, self.tokenizer, splits)
         return self.guarded(around)
+
+    def about(
+        self, target: CachedModel, session: Session | None, states: States, mask: torch.Tensor | None = None
+    ) -> Call:
+        """The call as a drafter sees it. mask: of the prompt."""
+        by, drafting = (None, None) if session is None or session.kept is None else session.kept
+        return Call(
+            mask,
+            self.distribution.for_draft(),
+            self.length,
+            self.text.max_length,
+            target,
+            self.settings,
+            earlier=weakref.ref(drafting) if drafting is not None and by is self.drafter else None,
+            shared=0 if session is None else session.shared,
+            forks=session is not None and session.forks,
+            states=states,
+            encoded=self.inputs.encoded,
+        )
 
     def guarded(self, drafting: Drafting | None) -> Guarded:
         """A drafting that costs only speed if it fails; of None, one that proposes nothing."""
@@ -87,14 +93,6 @@ class Assembly:
     def kept_by(self, drafting: Guarded) -> tuple[Drafter, Drafting | None]:
         """What a session keeps of the drafts: the drafter and its state, if it has not failed."""
         return self.drafter, None if drafting.drafting is None else self.own
-
-    def _earlier(self) -> tuple[weakref.ref[Drafting] | None, int]:
-        """The drafting of the call before, by the same drafter, and how many tokens of its text are this text's."""
-        if self.session is None or self.session.kept is None:
-            return None, 0
-        by, drafting = self.session.kept
-        is_usable = drafting is not None and by is self.drafter
-        return weakref.ref(drafting) if is_usable else None, self.session.shared
 
 
 def assemble(

@@ -57,7 +57,7 @@ class Text:
         self.prompt_length = width
         # a tokenizer's `model_max_length` may be 1e30; if the prompt has already reached the limit, transformers generates one
         # token, too
-        limit = min(sys.maxsize, *(c.max_length for c in criteria if type(c) is MaxLengthCriteria))
+        limit = min([sys.maxsize, *(c.max_length for c in criteria if type(c) is MaxLengthCriteria)])
         self.max_length = max(width + 1, math.ceil(limit))
         self.ids = prompt
         self._make_room(width + 1)
@@ -112,6 +112,13 @@ class Text:
     def room(self) -> int:
         """How many more tokens fit into the shortest unfinished row."""
         return self.max_length - min(self.lengths[row] for row in self.unfinished)
+
+    def alone(self, row: int) -> Text:
+        """A copy of a row's text, as after a prompt that is all of it but its last token."""
+        width = self.lengths[row] - 1
+        one = Text(self.ids[row : row + 1, :width], StoppingCriteriaList(), self.pad_token, None)
+        one.ids[0, width], one.lengths = self.ids[row, width], [width + 1]
+        return one
 
     def last_tokens(self) -> torch.Tensor:
         """The last committed token of each row, [B, 1] int64."""

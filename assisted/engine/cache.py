@@ -198,23 +198,6 @@ class SlotCache(Cache):
             layer.filled += first
         self.places, self.first = slice(None), 0
 
-    @contextmanager
-    def renewing(self, row: int, width: int) -> Iterator[None]:
-        """A context in which one row reads another text of `width` tokens as a prompt; the others keep theirs. No row has
-        padding."""
-        lengths, running, padding = self.lengths, self.running, self.padding
-        self.running, self.start = [row], None
-        self.lengths, self.padding = _with(lengths, row, 0), [0] * self.rows
-        for layer in self.slot_layers:
-            layer.filled = 0
-        try:
-            yield
-        finally:
-            self.running, self.padding = running, _with(padding, row, 0)  # a window may have dropped slots
-            self.prompt_padding = _with(self.prompt_padding, row, 0)
-            self.lengths = _with(lengths, row, width)
-            self.start = max(self.lengths)
-
     def empty(self) -> SlotCache:
         """Others of this kind, without contents."""
         return SlotCache(self.rows, self.limit)
@@ -414,10 +397,6 @@ class SlotCache(Cache):
             visible[:, :hidden] = self.visible[:, :hidden].cpu()
         self.visible = visible.gather(1, source) & (moved_from >= 0)
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
-
-
-def _with(numbers: list[int], row: int, number: int) -> list[int]:
-    return [number if place == row else other for place, other in enumerate(numbers)]
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

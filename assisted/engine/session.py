@@ -19,7 +19,6 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
-from .runner import CachedModel
 from .states import SavedStates, StateCache, copy_row, held, nbytes_of
 from .traits import Change
 
@@ -336,17 +335,10 @@ def go_on(slots: SlotCache, length: int, limit: int, forks: bool = False) -> Slo
     return slots
 
 
-def renew(runner: CachedModel, row: int, ids: torch.Tensor) -> None:
-    """Read another text into the slots of one row, [1, n] int64, while other rows keep theirs. No row has padding."""
-    with runner.cache.renewing(row, ids.shape[1]):
-        if ids.shape[1]:
-            runner.prefill(ids.expand(runner.cache.rows, -1), None)
-
-
 def take_over(cache: SlotCache, row: int, one: SlotCache) -> None:
     """Give a row what slots of a single row hold, all `lengths[0]` columns, while other rows keep theirs."""
     copy_columns(one, 0, cache, row, 0)
-    cache.padding[row] = cache.prompt_padding[row] = 0
+    cache.padding[row], cache.prompt_padding[row] = one.padding[0], one.prompt_padding[0]
 
 
 def copy_columns(source: SlotCache, row: int, target: SlotCache, to: int, first: int, end: int | None = None) -> None:

@@ -23,7 +23,7 @@ from ..engine.runner import CachedModel
 from ..engine.session import copy_columns, go_on, take_over
 from ..engine.states import held
 from ..engine.verifiable import obstacle_to_reading_on
-from ..methods import Drafter
+from ..methods import Call, Drafter
 from .texts import Asked
 
 
@@ -45,8 +45,10 @@ class Reading:
         target, settings, model = call.target, call.settings, call.inputs.model
         reads_on = target.reads_on and obstacle_to_reading_on(model, settings.trust_in(model), refills=True) is None
         self.in_parts, self.found = reads_on, None
-        if asked.inputs is not None and reads_on and not target.needs.states:
-            inputs = replace(asked.inputs, ids=asked.prompt[None], kwargs={asked.inputs.cache_name: asked.inputs.cache})
+        # drafters that need states need those of the last column
+        ids = asked.prompt[None, : -1 if target.needs.states else None]
+        if asked.inputs is not None and reads_on and ids.shape[1]:
+            inputs = replace(asked.inputs, ids=ids, kwargs={asked.inputs.cache_name: asked.inputs.cache})
             self.found = self.lent.enter_context(lent_to(inputs, pool, settings))
         session = None if self.found is None else self.found.session
         if session is not None and session.in_slots:
@@ -69,7 +71,7 @@ class Reading:
         """The hidden states of all columns that have been read here."""
         names = self.parts[0] if self.parts else ()
         taps: Any = {name: SimpleNamespace(hidden=torch.cat([part[name] for part in self.parts], 1)) for name in names}
-        return States(taps, self.call.target.cache)
+        return States(taps, SlotCache(1, 0))
 
     def read_on(self, most: int) -> int:
         """Read further tokens, if possible no more than so many. Returns how many."""
@@ -102,13 +104,16 @@ class Reading:
         self.parts.append({name: states.of_running(name)[:, self.read : end] for name in states})
         self.read, self.shared, self.after = end, end - self.read, None
 
-    def join(self) -> None:
-        """All is read: give the row its slots."""
-        target = self.call.target
-        take_over(target.cache, self.row, self.slots)
-        target.states = self.states
+    def join(self) -> Call:
+        """All is read: give the row its slots. Returns the call of this text alone, as drafters see it."""
+        take_over(self.call.target.cache, self.row, self.slots)
+        return self.call.about(self.runner, None if self.found is None else self.found.session, self.states)
+
+    def end(self, keeps_states: bool) -> None:
+        """Its text has begun in the row, which has all that is needed further."""
         if self.found is not None:
-            self.found.session.forget()  # `leave` has all of it
+            self.found.session.forget()
+        self.parts = self.parts if keeps_states else []
         del self.slots, self.runner
 
     def leave(self, ids: torch.Tensor, drafter: Drafter) -> None:

@@ -39,7 +39,7 @@ from ..engine.traits import Traits, change_of
 from ..engine.verifiable import masks_of, obstacle_to_refills
 from ..generation import Generation
 from ..grammars.processor import grammar_of
-from ..methods import Drafting
+from ..methods import Call, Drafting
 from .distributions import OfRows
 from .reading import Reading, shares
 from .texts import Answer, Asked, Rows
@@ -215,22 +215,26 @@ class Batch:
 
     def _follow(self, one: Reading) -> None:
         """Let a prompt take over what another one has read, or will have, of the tokens with which both begin."""
-        if not (self.shares and one.slots.can_rewind):
-            return
         prompt, end, source = one.asked.prompt, one.read + LEAST - 1, None
-        for other in (*self.reading[: self.reading.index(one)], *self.begun.values()):
-            text, row = other.asked.prompt, other.row
-            if self.begun.get(row) is other and not self.call.target.needs.states:  # which are those of prompts alone
-                text = self.text.ids[row, : self.text.lengths[row]]
-            if (shared := in_common(prompt[:-1], text[:-1])) > end:
+        for other in (*self.reading[: self.reading.index(one)], *self.begun.values()) if self.shares else ():
+            has_begun, text = self.begun.get(other.row) is other, other.asked.prompt
+            if self.call.target.needs.states:  # which are those of prompts alone, as far as they were read here
+                text = text[: 0 if other.known else None]
+            elif has_begun:
+                text = self.text.ids[other.row, : self.text.lengths[other.row]]
+            shared = in_common(prompt[:-1], text[:-1])
+            # recurrent states are copied when the other one has read so much and no more
+            stops = one.in_parts and other.in_parts and not has_begun and other.read <= shared
+            if shared > end and (one.slots.can_rewind or stops):
                 end, source = shared, other
-        if source is not None:
-            has_begun = self.begun.get(source.row) is source
-            if has_begun or source.read >= end:
-                slots, row = (self.call.target.cache, source.row) if has_begun else (source.slots, 0)
-                one.take(slots, row, end, source.states)
-            else:
-                one.after, one.until = source, end
+        if source is None:
+            return
+        if self.begun.get(source.row) is source:
+            one.take(self.call.target.cache, source.row, end, source.states)
+        elif source.read >= end:
+            one.take(source.slots, 0, end, source.states)
+        else:
+            one.after, one.until = source, end
 
     def _ahead(self, one: Reading) -> int:
         """Tokens of a prompt to be read until it can begin, or until another one can go on that waits for it."""
@@ -265,24 +269,22 @@ class Batch:
                 other.take(one.slots, 0, other.until, one.states)
         if not one.rest:
             self.reading.remove(one)
-            one.join()
             self.begun[one.row] = one
-            if not self.shares:
-                one.parts = []
             for recorder in filter(None, (self.recorder, one.asked.recorder)):
                 recorder.cached_tokens += one.known + one.shared
                 recorder.shared_tokens += one.shared
-            self._begin(one.row, one.asked)
+            self._begin(one.row, one.asked, one.join())
+            one.end(self.shares)
         return read
 
-    def _begin(self, row: int, asked: Asked) -> None:
-        """Begin with a text, of which the target has read all but the last token."""
+    def _begin(self, row: int, asked: Asked, call: Call) -> None:
+        """Begin with a text, of which the target has read all but the last token. call: that of the text alone."""
         self.text.begin(row, asked)
         self.distribution.give(row, asked.distribution)
         self.call.length.renew(row)
         if self.drafting.drafting is not None:
             try:
-                self.drafting.drafting.renew(self.text, row)
+                self.drafting.drafting.renew(self.text, row, call)
             except Exception as error:
                 self.drafting.stop(f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.")
 

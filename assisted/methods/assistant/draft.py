@@ -118,9 +118,8 @@ class AssistantDrafting(HeadDrafting):
         known = any(call.target.cache.lengths)
         self.state: torch.Tensor | None = call.states[self.tap][:, -1].clone() if known else None
 
-    def renew(self, text: Text, row: int) -> None:
-        states = self.call.target.states
-        self.state = with_row(self.state, row, states.of_running(self.tap)[0, -1] if states else None, text.rows)
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        self.state = with_row(self.state, row, call.states[self.tap][0, -1] if call.states else None, text.rows)
 
     def _draft(self, text: Text, budget: int) -> Draft:
         assert self.state is not None  # where the target has read nothing, nothing is drafted

@@ -63,9 +63,6 @@ class BlockRunner(HeadRunner):
         anchors = tokens.gather(1, last[:, None])
         return self.passes.run(self, self.head.block_ids(anchors), None, None)
 
-    def _read_alone(self, tokens: Tensor, states: Tensor, positions: Tensor) -> None:
-        self.head.remember(states, positions, self.cache)
-
     def eager(self, ids: Tensor, draft: Draft | None = None, used: list[int] | None = None) -> Tensor:
         """The pass over a block itself. ids: [B, block_size] int64."""
         cache, ids = self.cache, self.cache.of_running(ids)

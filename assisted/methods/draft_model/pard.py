@@ -253,12 +253,11 @@ class Pard2Drafting(PardDrafting):
                 if first <= past <= first + len(old):  # not yet read by the draft
                     self.features[row], self.begin[row] = torch.cat([old[: past - first], made[row]]), first
 
-    def renew(self, text: Text, row: int) -> None:
-        states, begun = self.call.target.states, [self.drafter.nothing[None]]
-        if states:
-            begun += self.drafter.projected({tap: states.of_running(tap) for tap in self.drafter.taps})
-        self.features[row], self.begin[row], self.lengths = torch.cat(begun), -1, list(text.lengths)
-        super().renew(text, row)
+    def renew_with(self, one: ModelDrafting, text: Text, row: int) -> None:
+        assert isinstance(one, Pard2Drafting)
+        one.lengths, self.lengths = [text.lengths[row]], list(text.lengths)
+        super().renew_with(one, text, row)
+        self.features[row], self.begin[row] = one.features[0], one.begin[0]
 
     def propose(self, text: Text, budget: int) -> Draft:
         self.lengths = list(text.lengths)

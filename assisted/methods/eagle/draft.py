@@ -297,8 +297,8 @@ class EagleDrafting(HeadDrafting):
 
     Column s combines the target's feature of one token with the token after it. Hence the last committed token has no column.
     Invariant before each round: the slots of row b hold its first `cache.lengths[b]` columns, all from true features; the
-    features of its remaining columns are in `unread`, and those of rows that have begun with another text in `fresh`. In a
-    session, slots and unread features are taken over from the call before.
+    features of its remaining columns are in `unread`; rows that have begun with another text are in `fresh`. In a session,
+    slots and unread features are taken over from the call before.
     """
 
     runner_type: type[HeadRunner] = HeadRunner
@@ -315,10 +315,8 @@ class EagleDrafting(HeadDrafting):
         known = call.target.cache.unpadded
         self.prompt = self._read(call.states) if any(known) else []
         self.first = on_device(known, drafter.head.device)[:, None] - sum(part.shape[1] for part in self.prompt[:1])
-        self.fresh: dict[
-            int, torch.Tensor
-        ] = {}  # by row, the features of another prompt's tokens but the last, [1, n, F]
-        self.skipped = 0  # columns of the text without a feature
+        self.fresh: dict[int, tuple[EagleDrafting, Text]] = {}  # by row, another text, and a drafting for it alone
+        self.skipped = [0] * len(known)  # columns of each row's text without a feature
         self.slots: SlotCache | None = None  # of the call before, until the head first runs,
         self.state: torch.Tensor | None = None  # and the head's state after what is in them
         self.taken: list[tuple[torch.Tensor, list[int]]] = []  # its features that the head has not read
@@ -334,7 +332,7 @@ class EagleDrafting(HeadDrafting):
         features, counts = _joined(earlier._features())
         held = [0] * len(counts) if slots is None else slots.known
         lost = slots is not None and not (can_go_on(slots) and holds_end_of(slots, min(slots.known[0], past)))
-        late = earlier.skipped > 0 or lost or self.call.attention_mask is not None
+        late = any(earlier.skipped) or lost or self.call.attention_mask is not None
         late |= self.call.shared <= min(held[0], past)  # the last column that it has read depends on the token after it
         if late or len({*held}) > 1 or len({*counts}) > 1 or held[0] + counts[0] < past or len(held) != len(self.first):
             return
@@ -386,15 +384,13 @@ class EagleDrafting(HeadDrafting):
         self.unread.append((features[:, :width], counts))
         self.learn(round)
 
-    def renew(self, text: Text, row: int) -> None:
-        """Its features become `fresh`, and none of its earlier text stay unread."""
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        """The text becomes `fresh`, and no features of the row's earlier text stay unread."""
         others = [other != row for other in range(text.rows)]
         self.unread = [
             (block, [n * kept for n, kept in zip(counts, others, strict=True)]) for block, counts in self.unread
         ]
-        states, device = self.call.target.states, self.drafter.head.device
-        none = torch.empty(1, 0, 0, device=device)
-        self.fresh[row] = torch.cat([states.of_running(tap).to(device) for tap in self._taps], -1) if states else none
+        self.fresh[row] = type(self)(self.drafter, call), text.alone(row)
 
     @property
     def _taps(self) -> list[int]:
@@ -406,14 +402,17 @@ class EagleDrafting(HeadDrafting):
 
     def _read_fresh(self, runner: HeadRunner, text: Text) -> None:
         """Read the prompts of rows that have begun with another text, except for the last column, which becomes unread."""
-        for row, features in self.fresh.items():
-            before, last = features[:, :-1], features[:, -1:]
-            tokens = text.ids[row : row + 1, 1 : 1 + before.shape[1]]
-            runner.renew(row, tokens, runner.fuse(before) if before.shape[1] else before)
-            if last.shape[1]:
-                block = last.new_zeros(text.rows, *last.shape[1:])
-                block[row] = last
+        for row, (one, alone) in self.fresh.items():
+            own, self.skipped[row] = None, 0
+            if one.prompt:
+                own = one._begun(alone)
+                tokens, features, (count,) = one._unread_columns(own, alone)
+                if count > 1:
+                    own.read(tokens[:, :-1], own.fuse(features[:, :-1]), [count - 1])
+                block = features.new_zeros(text.rows, 1, features.shape[-1])
+                block[row], self.skipped[row] = features[0, -1:], one.skipped[0]
                 self.unread.insert(0, (block, [int(other == row) for other in range(text.rows)]))
+            runner.take_over(row, own)
         self.fresh = {}
 
     def _begun(self, text: Text) -> HeadRunner:
@@ -428,7 +427,7 @@ class EagleDrafting(HeadDrafting):
                     features = features[:, -1:]
                 width = features.shape[1]
                 if not self.taken:
-                    self.skipped = text.prompt_length - width
+                    self.skipped = [text.prompt_length - width] * text.rows
                 mask = mask[:, -width:] if mask is not None and text.prompt_length else None
             settings, limit = call.settings.of_heads, call.limit + drafter.most
             head = prepare(drafter.head, settings, drafter.fused)
@@ -447,10 +446,11 @@ class EagleDrafting(HeadDrafting):
         """What was committed since the last round, as `HeadRunner.read` takes it, but with features in place of states."""
         cache = runner.cache
         features, counts = _joined(self.unread)
-        totals = [known + count + self.skipped + 1 for known, count in zip(cache.known, counts, strict=True)]
+        known = [held + skipped for held, skipped in zip(cache.known, self.skipped, strict=True)]
+        totals = [before + count + 1 for before, count in zip(known, counts, strict=True)]
         if totals != text.lengths:
             raise RuntimeError(f"there are features of {totals} tokens per row, but {text.lengths} were committed")
-        tokens = tokens_from(text, [known + self.skipped + 1 for known in cache.known], features.shape[1])
+        tokens = tokens_from(text, [before + 1 for before in known], features.shape[1])
         self.unread = []
         return tokens, features, counts
 

@@ -148,9 +148,8 @@ class MedusaDrafting(Drafting):
         known = any(call.target.cache.lengths)
         self.states: torch.Tensor | None = call.states[self.last][:, -1] if known else None
 
-    def renew(self, text: Text, row: int) -> None:
-        states = self.call.target.states
-        of_row = states.of_running(self.last)[0, -1] if states else None
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        of_row = call.states[self.last][0, -1] if call.states else None
         self.states = with_row(self.states, row, of_row, text.rows)
 
     def propose(self, text: Text, budget: int) -> Draft:

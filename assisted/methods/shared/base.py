@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -114,10 +114,16 @@ class Drafting:
     def observe(self, round: Round) -> None:
         """Learn from a round. Called after every round, even without a draft or with another drafter's."""
 
-    def renew(self, text: Text, row: int) -> None:
-        """A row has another text, of which the target has read all but the last token; begin with it."""
-        for part in self.parts():
-            part.renew(text, row)
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        """A row has another text, of which the target has read all but the last token; begin with it.
+
+        call: as that of a `generate` for this text alone, whose prompt is all but its last token.
+        """
+        parts, earlier = self.parts(), call.before(Drafting)
+        before = () if earlier is None else earlier.parts()
+        for number, part in enumerate(parts):
+            one = weakref.ref(before[number]) if len(before) == len(parts) else None
+            part.renew(text, row, replace(call, earlier=one))
 
     @property
     def nbytes(self) -> int:

@@ -117,7 +117,7 @@ class Lookup(Drafting):
                 rows[row] = drafted + more
         return continued(draft, rows) if self.added else draft
 
-    def renew(self, text: Text, row: int) -> None:
+    def renew(self, text: Text, row: int, call: Call) -> None:
         """Read a row's new text, from nothing."""
         if self.seen is None:
             self.seen = [0] * text.rows

@@ -18,7 +18,7 @@ from ...engine.hooks import is_untouched
 from ...engine.kept import Kept
 from ...engine.prepared import CallSettings, PreparedModule
 from ...engine.runner import CachedModel
-from ...engine.session import can_go_on, go_on, renew
+from ...engine.session import can_go_on, go_on, take_over
 from ...engine.traits import Traits
 from ...engine.trust import Trust
 from ...engine.window import has_ended, holds_end_of, keep_last
@@ -140,8 +140,13 @@ class ModelDrafting(ChainDrafting):
     def _slots(self, rows: int) -> SlotCache:
         return SlotCache(rows, self.call.limit, right_aligned=not self.drafter.masks.trees)
 
-    def renew(self, text: Text, row: int) -> None:
-        renew(self._catch_up_prompt(text), row, self.readable(text.ids[row : row + 1, : text.lengths[row] - 1]))
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        self.renew_with(type(self)(self.drafter, call), text, row)
+
+    def renew_with(self, one: ModelDrafting, text: Text, row: int) -> None:
+        """Give a row the slots of a drafting for its text alone, which reads it."""
+        slots = self._catch_up_prompt(text).cache  # first, so that its forward passes can be captured
+        take_over(slots, row, one._catch_up_prompt(text.alone(row)).cache)
 
     def _earlier_slots(self, text: Text) -> SlotCache | None:
         """The slots of the call before, if they can be read on."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ...core.drafts import Draft, Round
 from ...core.text import Text
 from ...engine.runner import CachedModel
-from .base import Drafter
+from .base import Call, Drafter
 from .chain import ChainDrafting
 
 
@@ -36,7 +36,7 @@ class PartDrafting(ChainDrafting):
 
     proposed: Draft | None = None  # until it is verified
 
-    def renew(self, text: Text, row: int) -> None:
+    def renew(self, text: Text, row: int, call: Call) -> None:
         """Nothing to do: the target's slots hold the text."""
 
     def has_proposed(self, round: Round) -> bool:

@@ -19,6 +19,7 @@ from ...engine.cache import SlotCache
 from ...engine.parts import Inject
 from ...engine.passes import Inputs, Runner
 from ...engine.prepared import PreparedModule
+from ...engine.session import take_over
 from ...engine.window import dropped_from, keep_last
 from ...fast.head_steps import HeadSteps, Shape, TreeInC
 from .heads import Head, with_row
@@ -108,25 +109,13 @@ class HeadRunner(Runner):
             self.state = _last(states, counts)
         return self.state
 
-    def renew(self, row: int, tokens: torch.Tensor, states: torch.Tensor) -> None:
-        """Read another text into the slots of one row, while other rows keep theirs. No row has padding.
-
-        tokens: [1, n] int64. states: [1, n, H], from `Head.fuse`.
-        """
-        self.first = self.first.clone()
-        self.first[row], width, state = 0, states.shape[1], None
-        with self.cache.renewing(row, width), self.cache.reading([row], 0):
-            if width:
-                state = self._read_alone(tokens, states, torch.arange(width, device=self.device)[None])
-        if state is not None or self.state is not None:
-            self.state = with_row(self.state, row, state, self.cache.rows)
-
-    def _read_alone(self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """The head's state after a text that it reads from its beginning, [H]; None if it keeps none. tokens, states: as for
-        `renew`."""
-        given = self.head.embed(tokens, self.target), states, positions
-        made: torch.Tensor = self.head(*given, None, self.cache, self.prepared.last_only)
-        return made[0, -1]
+    def take_over(self, row: int, one: HeadRunner | None) -> None:
+        """Give a row what the runner of a single row has read; None, if it has read nothing."""
+        take_over(self.cache, row, SlotCache(1, 0) if one is None else one.cache)
+        self.first, state = self.first.clone(), None if one is None or one.state is None else one.state[0]
+        self.first[row] = 0 if one is None else one.first[0]
+        self._has_past |= one is not None and one._has_past
+        self.state = with_row(self.state, row, state, self.cache.rows)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """As `Head.fuse`."""

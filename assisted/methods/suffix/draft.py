@@ -212,11 +212,11 @@ class SuffixDrafting(Lookup):
             proposed = self.waiting.pop(row)
             self.kept.add(proposed.matches(tokens), proposed.expected, KEEP_LOCAL)
 
-    def renew(self, text: Text, row: int) -> None:
+    def renew(self, text: Text, row: int, call: Call) -> None:
         self.rows.pop(row, None)
         self.waiting.pop(row, None)
         self.remembered.discard(row)
-        super().renew(text, row)
+        super().renew(text, row, call)
 
     def look_up(self, row: int, budget: int) -> Proposal:
         state = self.rows[row]

@@ -13,6 +13,7 @@ from automata import END, Automaton, any_grammar
 from crowd import Requests
 from pairs import BY_NAME, CALL, ENDS, tokenizer
 from test_many import DRAFTS, STATES, parts_read
+from test_many import Never as NeverEnds
 from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, p_value, tiny, towards
 from test_sampling import NEW_TOKENS as SAMPLED
 
@@ -158,6 +159,16 @@ def test_what_a_rows_grammar_forces_is_drafted_and_a_dead_end_is_that_rows_error
     assert recorder is not None and recorder.target_passes == 1 and recorder.accepted == 11
     assert "allows no token of this vocabulary after 10 new tokens" in str(requests.coming[1][1].error)
     assert found[2].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
+
+
+def test_a_row_that_joins_with_a_criterion_of_its_own_is_refused() -> None:
+    target = build(BY_NAME["llama"])
+    requests = Requests(AssistedModelForCausalLM.from_models(target, "suffix"), 2)
+    prompt = random_ids(target, 1, 9)[0]
+    requests.ask(prompt, CALL)
+    with pytest.raises(ValueError, match="stopping_criteria: Never may depend on the batch"):
+        requests.ask(prompt, CALL | {"stopping_criteria": [NeverEnds()]})
+    assert requests.answers()[0].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
 
 
 @pytest.mark.parametrize(

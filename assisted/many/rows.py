@@ -329,11 +329,12 @@ def asked_of(
     inputs: that transformers has prepared. distribution: None makes one of these. written: how many of the prompt's last tokens
     belong to the answer, so that grammars begin before them. The others: see `Asked`.
 
-    Raises ValueError for processors that must see the tokens of all rows one by one.
+    Raises ValueError for processors that must see the tokens of all rows in order, and for criteria that may depend on others.
     """
     if distribution is None:
         distribution = Distribution(inputs.processors, inputs.config.do_sample)
     distribution = distribution.anew()
+    _require_own_criteria(inputs)
     if distribution.in_order:
         raise ValueError("logits_processor: rows cannot come and go with one that is not known; call generate")
     for grammar in distribution.grammars.values():
@@ -362,6 +363,10 @@ def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> 
     for one in inputs.processors:
         if grammar_of(one) is None and needs_prompt(one):
             raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")
+    _require_own_criteria(inputs)
+
+
+def _require_own_criteria(inputs: LoopInputs) -> None:
     for criterion in inputs.criteria:
         if type(criterion) not in _CRITERIA:
             raise ValueError(f"stopping_criteria: {type(criterion).__name__} may depend on the batch; leave it out")

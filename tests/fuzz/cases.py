@@ -188,7 +188,7 @@ def _crowd(chance: random.Random) -> Crowd:
         call = _call(chance, 1, False)
         if many and requests:  # all have the arguments of the first one
             call = replace(call, arguments=requests[0].call.arguments)
-        elif chance.random() < 0.97:
+        else:
             call = replace(call, arguments={name: value for name, value in call.arguments.items() if name not in ALONE})
         if "do_sample" not in call.arguments and not many and chance.random() < 0.25:
             warped = [

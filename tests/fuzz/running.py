@@ -346,6 +346,9 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         outcome.refused.append(_said(raised))
         return True
     except Exception as raised:
+        if any(one.text is None for one in asked):
+            outcome.both_raise.append(_said(raised))
+            return True
         outcome.failures.append(f"crowd of {len(asked)}: raises {_said(raised)}")
         return False
     outcome.drafted += report.drafted

@@ -363,7 +363,7 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         if one.request.patience + prompt <= ours.shape[1]:
             text = text[:, : ours.shape[1]]
         explain = functools.partial(_scores, one.request.call, one.talk, alone, None, one.text)
-        same = _same_draws(one, text, ours, outcome) if one.margins else None
+        same = _same_draws(one, text, ours, outcome, alone.dtype) if one.margins else None
         if same is None:
             same = same_text(one.request.call, text, ours, prompt, explain, outcome, alone.dtype)
         if not same:
@@ -442,14 +442,16 @@ class _Alone:
             torch.multinomial = own
 
 
-def _same_draws(one: _Alone, text: torch.Tensor, ours: torch.Tensor, outcome: Outcome) -> bool | None:
+def _same_draws(
+    one: _Alone, text: torch.Tensor, ours: torch.Tensor, outcome: Outcome, dtype: torch.dtype
+) -> bool | None:
     """True if the texts part where a number lies closer to another token than rounding, which is a near-tie; else None."""
     width = min(text.shape[1], ours.shape[1])
     wrong = (text[0, :width] != ours[0, :width]).nonzero().flatten().tolist()
     if not wrong:
         return None
     position = wrong[0] - one.talk.ids.shape[1]
-    if position < 0 or one.margins[position] > NEAR[torch.float32]:
+    if position < 0 or one.margins[position] > NEAR[dtype]:
         return None
     outcome.near_ties.append(
         f"{_of(one.request.call)}: new token {position}, drawn {one.margins[position]:.2g} from another"

@@ -21,7 +21,7 @@ from assisted.lab import bench
 from assisted.lab.bench import plots
 from assisted.lab.bench.table import CELLS, page
 
-SMALL = ["--count", "1", "--new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
+SMALL = ["--count", "1", "--max-new-tokens", "8", "--repeats", "1", "--no-compile", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_a_page_without_matplotlib_names_the_extra(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--new-tokens", "0"], "new_tokens: 0"),
+        (["--max-new-tokens", "0"], "new_tokens: 0"),
         (["--top-p", "0.5"], "top_p: has no effect"),
         (["--batch", "0"], "batch: 0 is nothing"),
         (["--context", "0"], "context: 0 is nothing"),

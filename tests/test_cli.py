@@ -27,6 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 import assisted
 from assisted import AssistedModelForCausalLM, Suffix, chat, zoo
 from assisted.cli import main as cli
+from assisted.cli.arguments import Renamed
 from assisted.cli.chat import _brought
 from assisted.cli.main import main
 from assisted.cli.watch import Pieces, Watch
@@ -327,6 +328,28 @@ def test_generate_json(pair: AssistedModelForCausalLM, run: Callable[..., Any]) 
     assert len(result["report"]["acceptance_by_position"]) == 3
 
 
+def test_an_option_is_of_one_kind_in_all_commands_and_old_names_say_the_new_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kinds: dict[str, set[Any]] = {}
+    (commands,) = (one for one in cli._parser()._actions if one.choices)
+    for command in commands.choices.values():
+        for action in command._actions:
+            hidden = action.help == argparse.SUPPRESS
+            assert hidden == isinstance(action, Renamed)
+            for name in () if hidden else action.option_strings:
+                kinds.setdefault(name, set()).add(action.type)
+    assert {kind for name in ("--count", "--max-new-tokens") for kind in kinds[name]} == {int}
+    assert kinds["--prompts"] | kinds["--draft"] <= {None, str}  # words
+    for argv, name in (
+        ("demo --prompts 3", "count"),
+        ("doctor --prompts 3", "prompts"),
+        ("bench --new-tokens 3", "max_new_tokens"),
+    ):
+        assert getattr(cli._parser().parse_args(argv.split()), name) == 3
+        assert f"assisted: {argv.split()[1]} is called --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "demo", "bench", "doctor", "audit", "serve", "plan"])
 def test_where_a_draft_is_named_it_can_have_a_window(command: str) -> None:
     words = {"generate": [PROMPT], "audit": ["zoo:target"], "plan": ["zoo:target"]}.get(command, [])
@@ -591,7 +614,7 @@ def test_chat_stops_where_the_context_ends(pair: AssistedModelForCausalLM) -> No
 
 # demo
 
-SMALL = ["--prompts", "2", "--max-new-tokens", "8", "--repeats", "1", "--target"]
+SMALL = ["--count", "2", "--max-new-tokens", "8", "--repeats", "1", "--target"]
 GROWN = "grown:128x128x3x8x4"
 
 

@@ -521,7 +521,7 @@ def test_no_room() -> None:
         examine(target, {"suffix": None}, tokenizer(), __file__)
 
 
-QUICK = ["--prompts", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
+QUICK = ["--count", "1", "--max-new-tokens", "8", "--longest", "2", "--seconds", "1", "--contexts", "64"]
 QUICK += ["--text", __file__, "--device", "cpu"]
 
 

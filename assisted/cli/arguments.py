@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 def option(parser: Any, name: str, help: str, default: Any = None, before: str = "", **more: Any) -> None:
     """Add an option, which is of its default's type and says so in its help; with the default False, a flag. before: its name
-    in earlier versions, which still works. more: for `add_argument`."""
+    in version 0.1, which works until 0.3 and names this one. more: for `add_argument`."""
     if default is False:
         more["action"] = "store_true"
     elif default is not None:
@@ -55,8 +55,16 @@ def option(parser: Any, name: str, help: str, default: Any = None, before: str =
         more = {"type": type(default), **more}
     added = parser.add_argument(name, default=default, help=help, **more)
     if before:
-        more = {"type": added.type, "dest": added.dest}
+        more = {"type": added.type, "dest": added.dest, "action": Renamed, "const": name}
         parser.add_argument(before, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **more)
+
+
+class Renamed(argparse.Action):
+    """An option under its earlier name. const: the name of today."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        print(f"assisted: {option} is called {self.const} now; the old name goes with version 0.3", file=sys.stderr)
+        setattr(namespace, self.dest, values)
 
 
 def add_json(parser: Any, what: str = "") -> None:

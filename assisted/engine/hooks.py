@@ -8,7 +8,6 @@ from __future__ import annotations
 import dis
 import functools
 from collections.abc import Iterable
-from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -16,12 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .libraries import CACHE_NAMES, global_hooks, hook_of, is_wrapper_subclass, reads_inputs
+from .libraries import global_hooks, hook_of, is_wrapper_subclass, reads_inputs
 
 _RECORDS = "transformers.utils.output_capturing"  # its hooks return hidden states to calls that ask for them
 # hooks of these collect outputs that are not requested here, or silence backends
 _OWN = ("transformers.", "assisted.loading.quantization")
-_OUTPUTS = {"logits", "last_hidden_state", "hidden_states", *CACHE_NAMES}  # set in what a forward returns
 _COLLECT = {"append", "extend", "insert"}  # of a list, which return nothing
 
 
@@ -108,7 +106,9 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
         if not all((getattr(hook, "__module__", None) or "").startswith(_OWN) for hook in hooks):
             return f"{name or 'the model'} has hooks, which must run in every call"
         values = module.__dict__
-        if "forward" in values and not _only_aligns(hook_of(module)):
+        hook = hook_of(module)
+        moves_inputs = type(hook).__name__ == "AlignDevicesHook" and not hook.offload  # accelerate's
+        if "forward" in values and not moves_inputs:
             return f"the forward of {name or 'the model'} was replaced"
         if values.get("_compiled_call_impl") is not None:
             return f"{name or 'the model'} is compiled"
@@ -120,11 +120,6 @@ def obstacle(model: nn.Module, device: torch.device) -> str | None:
             if tensor is not None and tensor.device != device:
                 return f"parts of {name or 'the model'} are on {tensor.device}"
     return None
-
-
-def _only_aligns(hook: Any) -> bool:
-    """Whether a hook of accelerate only moves inputs to the model's device."""
-    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -140,23 +135,6 @@ def hooks_of(module: nn.Module) -> list[Any]:
 def names_in(code: CodeType) -> frozenset[str]:
     """The names that a function uses, inner functions included."""
     return frozenset(code.co_names).union(*(names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
-
-
-@functools.cache
-def remembers(code: CodeType) -> bool:
-    """Whether a function stores to attributes or names of outer scopes, which later forward passes may read. A constructor may
-    store to its object, which is new."""
-    new = code.co_varnames[:1] if code.co_name == "__init__" else ("",)
-
-    def stores(before: Any, step: Any) -> bool:
-        if step.opname == "STORE_DEREF":
-            return step.argval in code.co_freevars
-        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-        is_new = before.opname.startswith("LOAD_FAST") and loaded[-1:] == new
-        return step.opname in ("STORE_ATTR", "STORE_GLOBAL") and step.argval not in _OUTPUTS and not is_new
-
-    inner = (remembers(part) for part in code.co_consts if isinstance(part, CodeType))
-    return any(stores(*pair) for pair in pairwise(dis.get_instructions(code))) or any(inner)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from transformers.generation import stopping_criteria
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .hooks import alters, hooks_of, looked_over, name_of, names_in, remembers
+from .hooks import alters, hooks_of, looked_over, name_of, names_in
 from .libraries import LOOP, LOOP_METHOD, NOT_IN_FORWARD, active_modes, attention_of, global_hooks
 from .parts import unwrapped
 
@@ -46,8 +46,6 @@ _NEVER_RUN = {"__init__", "__init_subclass__", "__repr__", "extra_repr", "genera
 # the methods that `generate` runs between forward passes
 _STEPS = {LOOP_METHOD, *vars(GenerationMixin).keys() & frozenset().union(*(names_in(one.__code__) for one in LOOP))}
 _BOOKKEEPING = frozenset(vars(nn.Module()))
-_VALUES = (bool, bytes, dict, float, int, list, str, tuple, torch.Tensor)
-_INERT = frozenset({*_VALUES, torch.dtype, torch.device, type(None)})
 _CALLED = (FunctionType, MethodType, BuiltinFunctionType, classmethod, staticmethod, property, functools.partial)
 _IMPLIED = {"__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__", "__getitem__"}
 # what all operations run is the cache's, the criteria's and this package's, too
@@ -57,6 +55,7 @@ _ALWAYS = (  # what slots stand for, what the loop does itself, and what all ten
     *(stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria, stopping_criteria.StopStringCriteria),
     *(stopping_criteria.StoppingCriteriaList, LogitsProcessorList, cache_utils.DynamicLayer),
 )
+_WRITTEN = {"__init__", "__new__", "__eq__", "__repr__", "__hash__"}  # by Python, for dataclasses and named tuples
 _EMPTY = CellType()
 _HEAP = 1 << 9  # the flag of a class made in Python
 _code = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -74,9 +73,10 @@ class Trust:
     # `generate` runs it where it should.
     between: str | None = None
     code: tuple[Code, ...] = ()  # the records of all code examined. Other code, own or not, has other records.
-    # somebody's hooks that may change what a module gets or returns, with their switches. They run with the modules
-    # that they are attached to, but only a trial shows whether they treat several tokens as they treat one.
+    # somebody's hooks that may change what a module gets or returns: their records and switches. They run with the
+    # modules that they are attached to, but only a trial shows whether they treat several tokens as they treat one.
     hooks: tuple[Any, ...] = ()
+    holders: tuple[Any, ...] = ()  # the objects whose methods these hooks are
 
     @property
     def is_own(self) -> bool:
@@ -97,29 +97,22 @@ def trust(model: Any, checked: set[Code] | None = None) -> Trust:
     for wrapper in wrappers:  # whose own `generate` runs that of the model
         called = _functions(getattr(wrapper, "generate", None))
         between += [f"{type(wrapper).__name__}.generate is {_where(one)}" for one in called if not _is_own(one)]
-    children = dict.fromkeys((type(module), name) for module in modules for name in module._modules.keys())  # noqa: SIM118
-    forward = [f"{kind.__name__}.{name} hides a submodule" for kind, name in children if hasattr(kind, name)]
+    forward: list[str] = []
     sources: set[Any] = {*_ALWAYS, *map(type, modules), *map(type, parameters)}
     configs: dict[int, Any] = {}
-    hooks = [("all modules", hook) for hook in global_hooks()]
+    hooks = global_hooks()
     for module in (*wrappers, *modules):
         if module._buffers:
             sources.update(map(type, module._buffers.values()))
-        hooks += [(name_of(model, module), hook) for hook in hooks_of(module)]
+        hooks += hooks_of(module)
         for name in module.__dict__.keys() - _BOOKKEEPING - _NEVER_RUN:
             value = module.__dict__[name]
-            if type(value) in _INERT:
-                continue
             if isinstance(value, PreTrainedConfig):
                 configs[id(value)] = value
-            elif isinstance(value, _VALUES):  # a number, a text, a tensor of a kind of its own
-                sources.add(type(value))
             elif callable(value):
                 sources.update(called := _functions(value))
-                bound = value.__self__ if isinstance(value, MethodType) else module
-                hides = hasattr(type(module), name) and module not in wrappers
-                is_moved = isinstance(bound, nn.Module) and bound is not module and module not in wrappers
-                if is_moved and (name == "forward" or bound not in module.children()):
+                hides, bound = hasattr(type(module), name) and module not in wrappers, getattr(value, "__self__", None)
+                if hides and isinstance(bound, nn.Module) and bound is not module:
                     forward.append(f"the {name} of {name_of(model, module)} was replaced by that of another module")
                 for function in called:
                     if not _is_own(function) or (hides and _is_of_another(function, type(module).__mro__)):
@@ -131,17 +124,17 @@ def trust(model: Any, checked: set[Code] | None = None) -> Trust:
         used, tables = attention_of(config), (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
         sources.update([type(config)], *(_functions(table[used]) for table in tables if used in table))
     tried: list[Any] = []
-    for name, hook in hooks:
+    holders: list[Any] = []
+    for hook in hooks:
         of_hook = code_of(function for function in _functions(hook) if not _is_own(function))
         if any(record.alters for record in of_hook):
-            owner = getattr(hook, "__self__", hook)
-            switches = vars(owner).values() if hasattr(owner, "__dict__") else ()
+            holders.append(getattr(hook, "__self__", hook))
+            switches = getattr(holders[-1], "__dict__", {}).values()
             tried += [*of_hook, *(value for value in switches if type(value) in (bool, float, str))]
-            between += [f"a hook of {name} is {record.between}" for record in of_hook if record.between]
     records = code_of(sources, checked)
     forward += [record.forward for record in records if record.forward]
     between += [record.between for record in records if record.between]
-    return Trust(next(iter(forward), None), next(iter(between), None), records, tuple(tried))
+    return Trust(next(iter(forward), None), next(iter(between), None), records, tuple(tried), tuple(holders))
 
 
 def blamed(kinds: Iterable[type]) -> str | None:
@@ -155,17 +148,14 @@ def code_of(sources: Iterable[type | FunctionType], checked: set[Code] | None = 
     checked: as for `trust`.
     """
     checked = set() if checked is None else checked
-    every = dict.fromkeys(one for source in sources for one in getattr(source, "__mro__", (source,)))
-    found = [_examined(one, checked) for one in every]
+    found = []
+    for one in dict.fromkeys(one for source in sources for one in getattr(source, "__mro__", (source,))):
+        record = _EXAMINED.get(one)
+        if record is None or not (record in checked or record.is_current()):
+            record = _EXAMINED[one] = Code(one)
+        found.append(record)
     checked.update(found)
     return tuple(sorted(found, key=id))
-
-
-def _examined(source: type | FunctionType, checked: Collection[Code]) -> Code:
-    record = _EXAMINED.get(source)
-    if record is None or not (record in checked or record.is_current()):
-        record = _EXAMINED[source] = Code(source)
-    return record
 
 
 class Code:
@@ -193,9 +183,8 @@ class Code:
             if name == "forward" and not functions:
                 self.forward = f"{source.__name__}.forward is {value!r}"
             for one in functions:
-                if not _is_generated(one, name, vars(source)):
-                    is_step, is_foreign = name in _STEPS, _is_of_another(one, [source])
-                    self._examine(one, f"{source.__name__}.{name}", is_step, is_foreign, is_around or is_step)
+                is_step, is_foreign = name in _STEPS, _is_of_another(one, [source])
+                self._examine(one, f"{source.__name__}.{name}", is_step, is_foreign, is_around or is_step)
 
     def is_current(self) -> bool:
         """Whether all of it is still the same."""
@@ -217,64 +206,41 @@ class Code:
             one, how = left.pop()
             is_own, code = _is_own(one), one.__code__
             self._codes[one] = _code(one)
-            held = [(cell, cell.cell_contents) for cell in one.__closure__ or () if cell != _EMPTY]
-            # another object would be other code, or another switch of somebody's
-            self._cells += [pair for pair in held if not is_own or isinstance(pair[1], _CALLED)]
+            if not is_own:  # which may hold other code, or another switch, later
+                self._cells += [(cell, cell.cell_contents) for cell in one.__closure__ or () if cell != _EMPTY]
             if not is_own or (is_foreign and one is root):
-                told = ", which remembers something between forward passes" if remembers(code) else ""
-                self._blame(f"{how} {_where(one)}{told}", is_between or bool(told))
+                what_is = f"{how} {_where(one)}"
+                if is_between:
+                    self.between = self.between or what_is
+                else:
+                    self.forward = self.forward or what_is
                 self.alters = self.alters or alters(code)
             if not is_own or code.co_filename.startswith(_COMPUTING) or (is_step and one is root):
-                for name, value, space in self._used(one):
-                    if isinstance(value, ModuleType):
-                        self._blame(f"{what} uses {name}, which is a module of somebody's", is_between)
-                    new = [f for f in _functions(value) if f not in seen and not _is_generated(f, name, space)]
+                for name, value in self._used(one):
+                    new = [function for function in _functions(value) if function not in seen]
                     seen.update(new)
                     left += [(called, f"{what} calls {name}, which is") for called in new]
 
-    def _blame(self, what: str, is_between: bool) -> None:
-        if is_between:
-            self.between = self.between or what
-        else:
-            self.forward = self.forward or what
-
-    def _used(self, function: FunctionType) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    def _used(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         """What a function's global names stand for, and the attributes it uses of that: of nn, of a class, of an object."""
         names = names_in(function.__code__)
-        left: list[tuple[Any, Mapping[str, Any], frozenset[str], Mapping[str, Any]]]
-        left, known = [(function, function.__globals__, names, {})], {id(function)}
-        for owner, space, wanted, first in left:
-            for name in wanted & space.keys():
+        left: list[tuple[Any, Mapping[str, Any]]] = [(function, function.__globals__)]
+        known = {id(function)}
+        for owner, space in left:
+            for name in (names if space is function.__globals__ else names | _IMPLIED) & space.keys():
                 value = space[name]
                 self._places[id(owner), name] = space, name, value
-                if first and name not in first:  # an object's own attribute would hide this one of its class
-                    self._places[id(first), name] = first, name, None
-                if type(value) in _INERT:
-                    continue
-                more = [one for one in _spaces(value) if id(one[0]) not in known]
-                known.update(id(one[0]) for one in more)
-                left += [(inner, its, names | _IMPLIED, before) for inner, its, before in more]
-                is_fake = isinstance(value, ModuleType) and not _is_imported(value)
-                if is_fake or not isinstance(value, (type, ModuleType)):
-                    yield name, value, space
+                left += [(inner, vars(inner)) for inner in _spaces(value) if id(inner) not in known]
+                known.update(map(id, _spaces(value)))
+                yield name, value
 
 
-def _is_imported(value: Any) -> bool:
-    """Whether it is a module that Python imported, or of a kind of its own."""
-    return isinstance(value, ModuleType) and (type(value) is not ModuleType or sys.modules.get(value.__name__) is value)
-
-
-def _spaces(value: Any) -> list[tuple[Any, Mapping[str, Any], Mapping[str, Any]]]:
-    """Where the attributes of a value are looked up: owners, their names, and the names that come before."""
-    kind = value if isinstance(value, type) else type(value)
-    is_module = _is_imported(value)
-    if issubclass(kind, (nn.Module, *_CALLED)) or (
-        is_module and not _is_own_file(getattr(value, "__file__", None) or "")
-    ):
-        return []
-    own: Any = {} if kind is value else getattr(value, "__dict__", {})
-    bases = [] if is_module else [(base, vars(base), own) for base in kind.__mro__ if base.__flags__ & _HEAP]
-    return [*([(value, own, {})] if own else []), *bases]
+def _spaces(value: Any) -> list[Any]:
+    """The objects and classes among whose attributes a global name's attributes are found."""
+    if isinstance(value, type):
+        return [] if issubclass(value, nn.Module) else [base for base in value.__mro__ if base.__flags__ & _HEAP]
+    is_foreign = isinstance(value, ModuleType) and not _is_own_file(getattr(value, "__file__", None) or "")
+    return [] if is_foreign or isinstance(value, (nn.Module, *_CALLED)) or not hasattr(value, "__dict__") else [value]
 
 
 def _functions(value: Any) -> list[FunctionType]:
@@ -291,10 +257,10 @@ def _functions(value: Any) -> list[FunctionType]:
             found[one] = None
             held += [cell.cell_contents for cell in one.__closure__ or () if cell != _EMPTY]
         elif isinstance(one, (MethodType, classmethod, staticmethod)):
-            left.append(one.__func__)
+            held.append(one.__func__)
         elif isinstance(one, property):
             held += [one.fget, one.fset, one.fdel]
-        elif isinstance(one, (functools.partial, functools.partialmethod)):
+        elif isinstance(one, functools.partial):
             held += [one.func, *one.args, *one.keywords.values()]
         else:  # an object of some class, a descriptor perhaps, and what it holds
             held += [getattr(type(one), name, None) for name in ("__call__", "__get__")]
@@ -303,14 +269,9 @@ def _functions(value: Any) -> list[FunctionType]:
     return list(found)
 
 
-def _is_generated(function: FunctionType, name: str, space: Mapping[str, Any]) -> bool:
-    """Whether it is a method that Python wrote for a dataclass or a named tuple."""
-    is_written = function.__code__.co_filename == "<string>" and name.startswith("__")
-    return is_written and ("__dataclass_fields__" in space or "_field_defaults" in space)
-
-
 def _is_own(function: FunctionType) -> bool:
-    return _is_own_file(function.__code__.co_filename)
+    file = function.__code__.co_filename
+    return _is_own_file(file) or (file == "<string>" and function.__name__ in _WRITTEN)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .session import go_on
 from .traits import Traits, change_of, require_verifiable_cache
-from .trust import Trust, trust
+from .trust import Code, Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
 _AMPLIFIED = 16  # times what rounded embeddings alone change; 0.5 to 2 occur
@@ -96,11 +96,10 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
     if traits.is_recurrent and masks_of(model, trusted, replaces).trees:
         return None
     own_way = () if is_own else (needs, _settings(model))
-    if traits.is_recurrent:
-        reason = _tried(model, trusted, own_way, lambda: _obstacle(model), _FROM_STATES)
-    else:
-        trial = partial(_obstacle_of_slots, model, masks_of(model, trusted), needs)
-        reason = _tried(model, trusted, own_way, trial, _FROM_CACHE)
+    what, trial = _FROM_STATES, partial(_obstacle, model)
+    if not traits.is_recurrent:
+        what, trial = _FROM_CACHE, partial(_obstacle_of_slots, model, masks_of(model, trusted), needs)
+    reason = _tried(model, trusted, own_way, trial if is_own else partial(_memory, model, trusted, trial), what)
     if reason is None:
         return None
     what = "keeps a recurrent state and " if traits.is_recurrent else ""
@@ -302,6 +301,16 @@ def _tried(
     return known[key]
 
 
+def _memory(model: PreTrainedModel, trusted: Trust, trial: Callable[[], str | None]) -> str | None:
+    """The result of a trial of somebody's code, which must not remember anything: what it keeps from one forward pass for the
+    next is only right where each pass reads one token."""
+    records = [one for one in (*trusted.code, *trusted.hooks) if isinstance(one, Code) and (one.forward or one.between)]
+    with _attributes_kept(model, trusted.holders) as changed:
+        reason = trial()
+    kept = [*changed, *(["a global name or a closure"] if not all(one.is_current() for one in records) else [])]
+    return f"it remembers something between forward passes ({kept[0]})" if kept else reason
+
+
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
     """The switches that somebody's code may read from its modules: their values, and of other attributes the types."""
     found = (value for module in model.modules() for value in vars(module).values())
@@ -430,8 +439,8 @@ def _obstacle(model: PreTrainedModel) -> str | None:
         forgetful = _reader(model, ids[:, :prompt])
         forgetful.cache.forget()
         forgotten = forgetful(ids[:, prompt:end]).float()
-    if changed:
-        return f"it keeps its state in its own modules ({changed[0]}), not in the cache"
+    if states := [name for name, pair in changed.items() if any(isinstance(one, torch.Tensor) for one in pair)]:
+        return f"it keeps its state in its own modules ({states[0]}), not in the cache"
     # Where the state matters little, an empty one gives almost the same logits; rounding is the lower bound.
     size_of_logits = float(expected.square().mean().sqrt() / expected.std())
     least = _LEAST_ROUNDING * torch.finfo(model.dtype).eps * size_of_logits
@@ -461,20 +470,21 @@ def _reader(model: PreTrainedModel, prompt: torch.Tensor) -> RecurrentModel:
 
 
 @contextmanager
-def _attributes_kept(model: PreTrainedModel) -> Iterator[list[str]]:
-    """Restore the tensors that modules keep as plain attributes. At the end, the yielded list names those that changed."""
-    modules = list(model.named_modules())
-    before = [dict(module.__dict__) for _, module in modules]
-    changed: list[str] = []
+def _attributes_kept(model: PreTrainedModel, others: Sequence[Any] = ()) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Restore the attributes of modules and of other objects. At the end, the yielded dictionary has what changed, by name."""
+    owners = [*model.named_modules(), *((type(one).__name__, one) for one in others if hasattr(one, "__dict__"))]
+    before = [dict(vars(owner)) for _, owner in owners]
+    changed: dict[str, tuple[Any, Any]] = {}
     try:
         yield changed
     finally:
-        for (name, module), attributes in zip(modules, before, strict=True):
-            for key in {*attributes, *module.__dict__}:
-                old, new = attributes.get(key), module.__dict__.get(key)
-                if old is not new and (isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)):
-                    changed.append(f"{name}.{key}")
-                    if key in attributes:
-                        module.__dict__[key] = old
-                    else:
-                        del module.__dict__[key]
+        for (name, owner), attributes in zip(owners, before, strict=True):
+            for key in {*attributes, *vars(owner)}:
+                old, new = attributes.get(key), vars(owner).get(key)
+                if old is new or (type(old) is type(new) and type(old) in (bool, float, int, str) and old == new):
+                    continue
+                changed[f"{name}.{key}".lstrip(".")] = old, new
+                if key in attributes:
+                    vars(owner)[key] = old
+                else:
+                    del vars(owner)[key]

@@ -18,13 +18,9 @@ LACKING = {
     "transformers.cache_utils": [
         "DYNAMIC_LAYER_TYPE_MAPPING",
         "DummyLayer",
-        "LinearAttentionAndFullAttentionLayer",
         "LinearAttentionAndSlidingWindowAttentionLayer",
-        "LinearAttentionCacheLayerMixin",
-        "LinearAttentionLayer",
     ],
     "torch": ["_convert_weight_to_int4pack_for_cpu", "_int_mm", "_weight_int8pack_mm", "ops"],
-    "torch.utils._python_dispatch": ["TorchDispatchMode", "is_traceable_wrapper_subclass"],
 }
 """By module, every name that `libraries` looks up and can do without."""
 

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..core.drafts import DraftingStopped
 from ..engine.hooks import is_offloaded
-from ..engine.libraries import (
-    CACHE,
-    DummyLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-    is_of_caller,
-)
+from ..engine.libraries import CACHE, DummyLayer, LinearAttentionAndSlidingWindowAttentionLayer, is_of_caller
 from ..engine.needs import Needs
 from ..engine.parts import takes, unwrapped
 from ..engine.pool import Lent, SessionPool

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import CacheLayerMixin
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 _LOST: dict[str, str] = {}
 
@@ -48,11 +49,8 @@ def _layer(name: str, cost: str) -> Any:
 
 
 _RECURRENT = "targets with recurrent states are refused"
-# DummyLayer: from 5.23 on. The next three: from 5.5 on, the one with a sliding window from 5.13 on.
+# from 5.23 and from 5.13 on
 DummyLayer = _layer("DummyLayer", "nothing, since layers without a cache have another class in this version")
-LinearAttentionCacheLayerMixin = _layer("LinearAttentionCacheLayerMixin", _RECURRENT)
-LinearAttentionLayer = _layer("LinearAttentionLayer", _RECURRENT)
-LinearAttentionAndFullAttentionLayer = _layer("LinearAttentionAndFullAttentionLayer", _RECURRENT)
 LinearAttentionAndSlidingWindowAttentionLayer = _layer(
     "LinearAttentionAndSlidingWindowAttentionLayer", "targets with recurrent states and sliding windows are refused"
 )
@@ -305,17 +303,9 @@ def active_modes() -> list[str]:
 
 # ---- torch's tensors, and operators that see them
 
-
-def _is_subclass(tensor: Any) -> bool:
-    return type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer)
-
-
-is_wrapper_subclass: Callable[[Any], bool] = _found(
-    "torch.utils._python_dispatch", "is_traceable_wrapper_subclass", "nothing", _is_subclass
-)
+DispatchMode = TorchDispatchMode
+is_wrapper_subclass = is_traceable_wrapper_subclass
 """Whether a tensor is one of torchao's or quanto's, which hold others."""
-_MODES, _READS = "torch.utils._python_dispatch", "forward passes that read values on the host are captured"
-DispatchMode: Any = _found(_MODES, "TorchDispatchMode", _READS, nullcontext)
 HOST_READS = frozenset(
     {
         *("_local_scalar_dense", "_unique", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero"),

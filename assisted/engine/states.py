@@ -15,17 +15,19 @@ from typing import Any, Protocol
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
-
-from ..core.host import on_device
-from . import delta
-from .cache import Paths, SlotCache, SlotLayer
-from .libraries import (
-    DummyLayer,
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+
+from ..core.host import on_device
+from . import delta
+from .cache import Paths, SlotCache, SlotLayer
+from .libraries import DummyLayer
 from .masks import Columns
 from .stepped import Steps
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
@@ -265,7 +265,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 def takes(model: Any, name: str) -> bool:
     """Whether a model's forward takes an argument of this name. A forward with `**kwargs` is assumed to pass it on to the
     next one: from the object's own to those of its base classes, in order."""
-    for forward in _forwards(model):
+    for forward in (model.forward, *(vars(kind)["forward"] for kind in type(model).__mro__ if "forward" in vars(kind))):
         names, passes_on = _arguments(forward)
         if name in names:
             return True
@@ -293,10 +293,3 @@ def _arguments(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
         passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         found = _SEEN[forward] = frozenset(parameters), passes_on
     return found
-
-
-def _forwards(model: Any) -> Iterator[Callable[..., Any]]:
-    yield model.forward
-    for kind in type(model).__mro__:
-        if "forward" in vars(kind):
-            yield vars(kind)["forward"]

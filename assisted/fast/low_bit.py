@@ -142,7 +142,7 @@ class LowBitLinear(nn.Module):
             return F.linear(given, self.packed.to(LOW_BIT_DTYPE)) * self.scales
         self._require_cpu(given)
         if columns > inputs:
-            return given @ self._transposed(inputs)
+            return given @ self._product(torch.eye(inputs, dtype=LOW_BIT_DTYPE))  # the weight, [padded in, padded out]
         made = four_bit_product(given, self.packed, FOUR_BIT_GROUP, self.scales)
         return made
 
@@ -150,10 +150,6 @@ class LowBitLinear(nn.Module):
         if not given.is_cpu:
             weights = f"these {self.bits}-bit weights are packed for a CPU and cannot run on {given.device}"
             raise RuntimeError(f"{weights}; load the model there instead")
-
-    def _transposed(self, inputs: int) -> torch.Tensor:
-        """The weight, [padded in, padded out]: the product with as many columns as it has inputs."""
-        return self._product(torch.eye(inputs, dtype=LOW_BIT_DTYPE))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bits={self.bits}"

@@ -233,7 +233,9 @@ class Product:
         if self.low is not None:
             return self.low.raw(inputs)
         if (self.packed is not None or self.native is not None) and torch.compiler.is_compiling():
-            return self._for_compiler(inputs)
+            # from the model's own weights: a compiler that treats them as constants joins and packs them itself
+            weights: list[Any] = [module.weight for module in self.modules]
+            return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
         if self.packed is not None and _is_faster(inputs, self.entries):
             return _times(inputs, self.packed, self.bias, self.large, self.outputs)
         if self.weight is not None:
@@ -241,11 +243,6 @@ class Product:
         if len(self.modules) == 1:
             return self.modules[0](inputs)
         return torch.cat([module(inputs) for module in self.modules], -1)
-
-    def _for_compiler(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The same from the model's own weights. A compiler that treats them as constants joins and packs them itself."""
-        weights: list[Any] = [module.weight for module in self.modules]
-        return F.linear(inputs, torch.cat(weights) if len(weights) > 1 else weights[0], self.bias)
 
 
 def _is_faster(inputs: torch.Tensor, entries: int) -> bool:

@@ -11,6 +11,7 @@ from assisted.lengths import Confidence, Costs, Fixed, from_dict, policies, reso
 from assisted.lengths.adaptive import Adaptive
 
 COSTS = Costs(((1, 0.004), (2, 0.005)), 0.001)
+BORDERS = [Confidence(0), Confidence(1), Confidence(maximum=1)]
 
 ONE = (0,)  # the rows of a batch of one
 
@@ -22,25 +23,13 @@ class Own:
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(
-    ("written", "policy"),
-    [
-        (None, Adaptive()),
-        ("adaptive", Adaptive()),
-        ("confidence", Confidence()),
-        (1, Fixed(1)),
-        (7, Fixed(7)),
-        (Fixed(3), Fixed(3)),
-        (Confidence(0.2, 5), Confidence(0.2, 5)),
-    ],
-)
-def test_what_a_caller_may_write(written, policy):
-    assert resolve(written) == policy
-
-
-def test_a_callers_own_policy_is_taken_as_it_is():
-    own = Own()
-    assert resolve(own) is own
+def test_what_a_caller_may_write():
+    for written in (None, "adaptive"):
+        assert resolve(written) == Adaptive()
+    assert resolve("confidence") == Confidence()
+    assert [resolve(written) for written in (1, 7)] == [Fixed(1), Fixed(7)]
+    for policy in (Fixed(3), Confidence(0.2, 5), Own()):
+        assert resolve(policy) is policy
 
 
 @pytest.mark.parametrize("written", ["fixed", "", "4", True, False, 2.0, [4], {"policy": "fixed"}, object()])
@@ -61,51 +50,28 @@ def test_what_is_not_known_is_refused(written):
         (lambda: Adaptive(maximum=0), "maximum: 0 is not possible; draft at least 1 token"),
         (lambda: Adaptive(margin=0.9), "margin: 0.9 would draft at a loss; give a speedup of at least 1"),
         (lambda: Adaptive(margin=float("nan")), "margin: nan would draft at a loss"),
-        (
-            lambda: Adaptive(draft_cost=-1.0),
-            "draft_cost: -1.0 is no cost; give a share of a forward pass of the target",
-        ),
+        (lambda: Adaptive(draft_cost=-1.0), "draft_cost: -1.0 is no cost; give a share of a forward pass of the target"),
         (lambda: Adaptive(position_cost=float("nan")), "position_cost: nan is no cost"),
         (lambda: Adaptive(probe_every=0), "probe_every: 0 is not possible; give a number of tokens, at least 1"),
-        (
-            lambda: Costs((), 0.1),
-            r"verify: \(\) are no costs; give pairs of positions \(ascending, from 1\) and seconds",
-        ),
+        (lambda: Costs((), 0.1), r"verify: \(\) are no costs; give pairs of positions \(ascending, from 1\) and seconds"),
         (lambda: Costs(((2, 0.1), (1, 0.1)), 0.1), "verify: .* are no costs"),
         (lambda: Costs(((0, 0.1),), 0.1), "verify: .* are no costs"),
         (lambda: Costs(((1, 0.0),), 0.1), "verify: .* are no costs"),
         (lambda: Costs(((1, 0.1),), -0.1), "draft: -0.1 is no cost; give the seconds of a forward pass of the draft"),
     ],
-)
+)  # fmt: skip
 def test_values_that_cannot_be(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        Confidence(threshold=0),
-        Confidence(threshold=1),
-        Confidence(maximum=1),
-        Fixed(1),
-        Adaptive(maximum=1, margin=1, probe_every=1),
-    ],
-)
+@pytest.mark.parametrize("policy", [*BORDERS, Fixed(1), Adaptive(1, 1, 1)])
 def test_the_borders_are_inside(policy):
     assert policy.start().budget(ONE) >= 1
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        Fixed(),
-        Fixed(7),
-        Confidence(),
-        Confidence(0.25, 3),
-        Adaptive(),
-        Adaptive(8, 1.1, 20, COSTS),
-    ],
+    "policy", [Fixed(), Fixed(7), Confidence(), Confidence(0.25, 3), Adaptive(), Adaptive(8, 1.1, 20, COSTS)]
 )
 def test_saved_policies_come_back(policy):
     fields = to_dict(policy)

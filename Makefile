@@ -87,7 +87,7 @@ versions-check: | $(VENV)/.python ## the quick tests in several versions of tran
 mutants: $(VENV)/.test ## plant small defects in a copy, one by one, and see whether the tests find them; ARGS="--only masks.py"
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(ARGS)
 
-handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp LLAMA_SERVER"
+handover-check: $(VENV)/.test ## folders of `assisted handover` in vLLM and llama.cpp; ARGS="--vllm PYTHON --llamacpp PYTHON"
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run.py handover $(ARGS)
 
 dist: $(VENV)/.dist ## build the sdist, a wheel for all systems and one with this Linux's libraries into dist/, and check them

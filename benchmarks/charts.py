@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -24,6 +25,7 @@ TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 HEAD = '["suffix", "zoo:smollm2-eagle3"]'
 GREY, ORANGE, BLUE, GREEN, PURPLE = "#8b93a1", "#c47f13", "#4f7fd9", "#2f9e77", "#9b6fd0"
 INK = "#0a0b0c"  # replaced by the page's own color when a chart is written
+NOT_COMPILED = ("drafts", "larger", "contexts")
 WIDTH, LINE = 400, 24  # units: of a chart, of a bar
 STYLE = {
     **{"svg.fonttype": "none", "svg.hashsalt": "assisted", "font.family": "sans-serif", "font.size": 13},
@@ -110,23 +112,6 @@ def bars(panels: Rows, caption: str = TIMES, digits: int = 2, line: float | None
     return drawn(caption, at - gap + 18 * -(-len(legend) // 2), draw, told)
 
 
-def curves(series: Mapping[str, Sequence[tuple[float, float]]], caption: str, below: str) -> str:
-    """Lines over a common axis, each with its name and last value at its end. below: the title of the axis."""
-
-    def draw(axes: Any) -> None:
-        for (name, points), color in zip(series.items(), (GREY, GREEN, BLUE, ORANGE), strict=False):
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=2)
-            words = f"{name}: {points[-1][1]:.0f}"
-            axes.annotate(words, points[-1], (6, 0), textcoords="offset points", va="center")
-        axes.set_xlabel(below)
-        axes.set_xlim(0, 1.5 * max(x for points in series.values() for x, _ in points))
-        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= max(x for p in series.values() for x, _ in p)])
-        axes.grid(axis="y", color=INK, alpha=0.2)
-        axes.tick_params(length=0)
-
-    return drawn(caption, 240, draw, {name: {"at the end": points[-1][1]} for name, points in series.items()})
-
-
 def _explained(axes: Any, colors: Mapping[str, str]) -> None:
     """A legend below the bars, in two columns."""
     if colors:
@@ -145,13 +130,17 @@ def read(name: str) -> dict[str, Any]:
 
 def rows_of(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
     """The methods of a race that are in `shown`, there by name or, of transformers' own, by family."""
+    colors = {"plain": GREY, "no draft": GREEN, "assisted": BLUE}
     found = []
     for row in race["points"][0]["rows"]:
         known = shown.get(row["name"]) or shown.get(row["family"] if row["family"].startswith("transformers") else "")
         if known:
-            color = {"plain": GREY, "assisted": BLUE}.get(row["family"], ORANGE)
-            found.append(Bar.of(known, row["speedup"], color))
+            found.append(Bar.of(known, row["speedup"], colors.get(row["family"], ORANGE)))
     return found
+
+
+def races(file: str) -> dict[str, Any]:
+    return {title: race for title, race in read(file).items() if title != "about"}
 
 
 SHOWN = {  # method -> its name in the chart
@@ -164,74 +153,49 @@ SHOWN = {  # method -> its name in the chart
     HEAD: "assisted, suffix and EAGLE-3",
     '"self:int4"': "assisted, 4-bit copy",
 }
-PEERS = {"transformers assisted": "transformers, draft model", "transformers lookup": "transformers, lookup"}
-LENGTHS = {
-    **{"no drafts": "no drafts", **{f"fixed {n}": f"{n} tokens" for n in (2, 4, 8)}, "heuristic": "Heuristic()"},
-    **{"confidence 0.4": "Confidence(0.4)", "adaedl": "AdaEDL()", "adaptive": "Adaptive()"},
-}
 DRAFTS = {
-    "no draft, this loop": "no draft",
-    "draft, Adaptive()": "draft model",
-    "suffix, Adaptive()": "suffix",
-    "EAGLE chain, Adaptive()": "EAGLE-3 head",
+    **{"transformers assisted": "transformers, draft model", "transformers lookup": "transformers, lookup"},
+    **{
+        "plain": "plain",
+        "no draft": "no draft",
+        '"zoo:draft", 4 tokens': "draft model, 4 tokens",
+        '"suffix"': "suffix",
+    },
+    **{'"zoo:eagle3", a chain of 4': "EAGLE-3, 4 tokens", "EAGLE-3, a chain": "EAGLE-3", '"zoo:draft"': "draft model"},
+    **{'"self:int4"': "4-bit copy", "suffix and EAGLE-3": "suffix and EAGLE-3"},
 }
-COMPILED = {"no draft, this loop, compiled": "no draft, compiled", "suffix, Adaptive(), compiled": "suffix, compiled"}
-SHORTER = {
-    "EAGLE chain, Fixed(tokens=3), compiled": "EAGLE-3, 3, compiled",
-    "EAGLE chain, Fixed(2)": "EAGLE-3, 2 tokens",
-}
-PANELS = {  # chart: the methods, and file and race of each panel
-    "home": (SHOWN, {title: (FIGURES.stem, title) for title in read(FIGURES.stem) if title != "about"}),
-    "drafts": (
-        {
-            "plain": "plain, usual mode",
-            "plain, static cache, compiled": "plain, compiled",
-            **PEERS,
-            **DRAFTS,
-            **COMPILED,
-        },
-        {
-            "Greedy": ("shipped_pair", "Greedy, 48 tokens"),
-            "Temperature 0.8": ("shipped_pair", "Temperature 0.8, top-p 0.95, 128 tokens"),
-        },
-    ),
-    "larger": (
-        {**PEERS, **dict(list(DRAFTS.items())[1:]), "suffix and EAGLE chain, Adaptive()": "suffix and EAGLE-3"},
-        {
-            f"{size}, {short}": ("grown", f"{size}, {how}")
-            for size in ("0.25 B", "1 B")
-            for short, how in (
-                ("greedy", "greedy, 48 tokens"),
-                ("temperature 0.8", "temperature 0.8, top-p 0.95, 128 tokens"),
-            )
-        },
-    ),
+SHIPPED, GROWN = races("shipped_pair"), races("grown")
+(CHAT,) = races(FIGURES.stem).values()
+PANELS: dict[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {  # chart: the methods, and the race of each panel
+    "home": (SHOWN, races(FIGURES.stem)),
+    "drafts": (DRAFTS, {title.partition(", float32, ")[2]: race for title, race in SHIPPED.items() if "Free" in title}),
+    "larger": (DRAFTS, {title: race for title, race in GROWN.items() if "rows" not in title}),
     "batches": (
-        {**DRAFTS, "no draft, this loop, compiled": "no draft, compiled", **SHORTER},
+        DRAFTS,
         {
-            "7 M, float32": ("shipped_pair", "Batch 8, greedy, 48 tokens"),
-            "7 M, bfloat16": ("shipped_pair", "bfloat16, batch 8, greedy, 48 tokens"),
-            "0.25 B, bfloat16": ("grown", "0.25 B, batch 8, greedy, 48 tokens"),
+            **{f"7 M, {title}": race for title, race in SHIPPED.items() if "rows" in title},
+            **{f"135 M chat, {title}": race for title, race in races("smollm2_batches").items()},
         },
     ),
+    "contexts": (DRAFTS, races("contexts")),
 }
 
 
 def panels(name: str) -> str:
-    shown, races = PANELS[name]
-    return bars({title: rows_of(read(file)[race], shown) for title, (file, race) in races.items()})
+    shown, each = PANELS[name]
+    titles = {title: rows_of(race, shown) for title, race in each.items()}
+    return bars(titles, "Speedup over plain generate; lines: 95% intervals" if name in NOT_COMPILED else TIMES)
 
 
 def kinds() -> str:
     """The chat model by kind of request."""
-    (race,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
     shown = {
         "transformers lookup": ("transformers prompt lookup", ORANGE),
         '"suffix"': ("suffix", BLUE),
         '"self:int8"': ("8-bit copy", GREEN),
         HEAD: ("suffix and EAGLE-3", PURPLE),
     }
-    known = [(row, shown.get(row["name"]) or shown.get(row["family"])) for row in race["points"][0]["rows"]]
+    known = [(row, shown.get(row["name"]) or shown.get(row["family"])) for row in CHAT["points"][0]["rows"]]
     labels = {"chat": "questions", "edit": "edits of code", "quote": "quotes", "JSON": "JSON"}
     rows = {
         label: [Bar(one[0], row["by_category"][kind]["ratio"], one[1]) for row, one in known if one]
@@ -241,62 +205,35 @@ def kinds() -> str:
 
 
 def summary() -> str:
-    """transformers' fastest, no draft, the default draft and the fastest draft, without compiled passes, in several races."""
-    shipped, grown = read("shipped_pair"), read("grown")
-    (chat,) = (race for title, race in read(FIGURES.stem).items() if title != "about")
-    races = {
-        "135 M chat, bfloat16": chat,
-        "7 M, float32": shipped["Greedy, 48 tokens"],
-        "7 M, float32, sampled": shipped["Temperature 0.8, top-p 0.95, 128 tokens"],
-        "0.25 B, bfloat16": grown["0.25 B, greedy, 48 tokens"],
-        "1 B, bfloat16": grown["1 B, greedy, 48 tokens"],
-        "0.25 B, batch of 8": grown["0.25 B, batch 8, greedy, 48 tokens"],
-    }
+    """transformers' fastest, no draft, the default draft and the fastest draft, in several races."""
     kinds: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "transformers' fastest draft": (ORANGE, lambda row: row["family"].startswith("transformers")),
-        "assisted, no draft": (GREY, lambda row: row["name"] in ("no draft", "no draft, this loop")),
-        '"suffix", the default draft': (GREEN, lambda row: row["name"] in ('"suffix"', "suffix, Adaptive()")),
-        "assisted's fastest draft": (BLUE, lambda row: row["family"] == "assisted" and "no draft" not in row["name"]),
+        "assisted, no draft": (GREY, lambda row: row["name"] == "no draft"),
+        '"suffix", the default draft': (GREEN, lambda row: row["name"] == '"suffix"'),
+        "assisted's fastest draft": (BLUE, lambda row: row["family"] == "assisted"),
     }
+    each = {"135 M chat, bfloat16": CHAT}
+    each |= {
+        title.replace(", float32", "").partition(" tokens")[0].rpartition(", ")[0]: r for title, r in SHIPPED.items()
+    }
+    each |= {title.partition(" tokens")[0].rpartition(", ")[0]: race for title, race in GROWN.items()}
     rows: dict[str, list[Bar]] = {}
-    for label, race in races.items():
-        ran = [row for row in race["points"][0]["rows"] if row["error"] is None and "compiled" not in row["name"]]
+    for label, race in each.items():
         for name, (color, chosen) in kinds.items():
-            if some := [row["speedup"] for row in ran if chosen(row)]:
+            if some := [row["speedup"] for row in race["points"][0]["rows"] if row["error"] is None and chosen(row)]:
                 best = max(some, key=lambda speedup: speedup["ratio"])
                 rows.setdefault(label, []).append(Bar.of(name, best, color))
     return bars(rows, thin=True)
 
 
-def lengths() -> str:
-    found = {}
-    for draft, title in {"shipped pair": "Good draft", "hopeless draft": "Hopeless draft"}.items():
-        rows = {row["name"]: row["against_plain"] for row in read("draft_length")["results"][f"{draft}, greedy"]}
-        found[title] = [
-            Bar.of(label, rows[name], BLUE if name == "adaptive" else GREY)
-            for name, label in LENGTHS.items()
-            if name in rows
-        ]
-    return bars(found, "Speedup over plain generate with a dynamic cache; temperature 0")
-
-
-def contexts() -> str:
-    colors = {"draft": ("draft model", BLUE), "ngram": ("n-gram", ORANGE), "suffix": ("suffix", GREEN)}
-    rows: dict[str, list[Bar]] = {}
-    for row in read("contexts")["rows"]:
-        draft, _, length = row["name"].partition(", ")
-        if length == "Adaptive()":
-            name, color = colors[draft]
-            rows.setdefault(f"after {row['context']:,} tokens", []).append(Bar.of(name, row["speedup"], color))
-    return bars(rows, "Speedup over plain generate, not compiled; lines: 95% intervals", thin=True)
-
-
 def engines() -> str:
     rows = []
-    for name, (run,) in read("engines")["engines"].items():
+    for name, runs in read("engines_tiles")["engines"].items():
+        if "bits" in name and "no draft" in name:
+            continue
         color = BLUE if name.startswith("assisted") else GREY if name.startswith("plain") else ORANGE
         short = name.replace('"suffix+zoo:smollm2-eagle3"', "suffix and EAGLE-3").replace(" GenAI", "").replace('"', "")
-        rows.append(Bar(short, 1e3 * sum(run["seconds"]) / sum(run["tokens"]), color))
+        rows.append(Bar(short, median(1e3 * sum(run["seconds"]) / sum(run["tokens"]) for run in runs), color))
     return bars({"": rows}, "Milliseconds per token, prompt included; less is better", digits=1, line=None)
 
 
@@ -310,26 +247,8 @@ def gpu() -> str:
     return bars(rows, "Tokens per second, one row", digits=0, line=None, thin=True)
 
 
-def memory() -> str:
-    found = read("memory")
-    every, names = found["about"]["every"], {"plain": "plain", "eager": 'fast="eager"', "auto": "default"}
-    each = {names[way]: [(every * n, value) for n, value in enumerate(c)] for way, c in found["mebibytes"].items()}
-    return curves(each, "Resident memory in MiB; the axis does not begin at 0", "calls")
-
-
-def offload() -> str:
-    found = {}
-    for title, size in {"greedy, 48 tokens": "7 M", "0.25 billion parameters, greedy, 32 tokens": "0.25 B"}.items():
-        case = read("offload")[title]
-        per_token = {name: row["bytes"] / row["tokens"] for name, row in case["rows"].items()}
-        plain = per_token.pop("plain `generate`")
-        rows = [Bar(name.replace("size by", "by"), plain / one) for name, one in per_token.items()]
-        found[f"{size}, {case['dtype']}"] = rows
-    return bars(found, "Times fewer bytes per token than plain generate")
-
-
 CHARTS: dict[str, Callable[[], str]] = {name: lambda name=name: panels(name) for name in PANELS}  # type: ignore[misc]
-CHARTS |= {one.__name__: one for one in (kinds, summary, lengths, contexts, engines, gpu, memory, offload)}
+CHARTS |= {one.__name__: one for one in (kinds, summary, engines, gpu)}
 
 
 def chart(name: str = "home") -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -53,20 +56,18 @@ def own(settings: dict[str, Any]) -> tuple[Run, str]:
     which several prompts are decoded. Padding after the end is part of an answer."""
     import torch
 
-    from assisted import AssistedModelForCausalLM, Eagle, __version__
+    from assisted import AssistedModelForCausalLM, __version__
     from assisted.lengths.policies import Never
     from assisted.loading.packed import PackedConfig
 
     draft, more = settings["draft"], {}
     if "bits" in settings:
         more["quantization_config"] = PackedConfig(settings["bits"], input_bits=settings.get("input_bits", 16))
-    chains = ["suffix", Eagle("zoo:smollm2-eagle3", tree=False)]
     pair = AssistedModelForCausalLM.from_pretrained(
         settings["folder"],
-        draft={None: "suffix", "none": "suffix", "chains": chains}.get(draft, draft),
+        draft="suffix" if draft in (None, "none") else draft,
         draft_length=Never() if draft == "none" else None,
         dtype=getattr(torch, settings["dtype"]),
-        fast=settings.get("fast", "auto"),
         **more,
     )
     model: Any = pair.target if draft is None else pair
@@ -195,12 +196,14 @@ ADDED = ("--enforce-eager", "--max-num-seqs", "1")  # nothing is compiled, one r
 COUNTERS = "vllm:spec_decode_num_"
 
 
-def vllm_folders() -> Callable[..., dict[str, Any]]:
-    """Folders in vLLM, which is imported once. Each folder runs in a fork, with counters and caches of its own."""
-    import vllm
-    import vllm.engine.arg_utils
+def folders(engine: str) -> Callable[..., dict[str, Any]]:
+    """What runs folders in vLLM or llama.cpp: each in a fork, with counters and caches of its own."""
+    run = {"vllm": vllm_folder, "llamacpp": llama_folder}[engine]
+    if engine == "vllm":  # imported once
+        import vllm
+        import vllm.engine.arg_utils
 
-    vllm.LLM  # noqa: B018  (imported on first use)
+        vllm.LLM  # noqa: B018  (imported on first use)
 
     def forked(*job: Any) -> dict[str, Any]:
         reading, writing = os.pipe()
@@ -208,7 +211,8 @@ def vllm_folders() -> Callable[..., dict[str, Any]]:
         if child == 0:
             os.close(reading)
             try:
-                found = vllm_folder(*job)
+                os.chdir(job[0])
+                found = run(json.loads(Path("handover.json").read_text())["command"], *job[1:])
             except BaseException as error:
                 found = {"error": f"{type(error).__name__}: {error}"}
             with os.fdopen(writing, "w") as pipe:
@@ -223,15 +227,13 @@ def vllm_folders() -> Callable[..., dict[str, Any]]:
     return forked
 
 
-def vllm_folder(folder: str, texts: list[str], ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """Ids of the texts, new tokens of the prompts, and vLLM's counters of drafts. vLLM's own parser reads the folder's command,
-    so an unknown option is an error."""
+def vllm_folder(command: list[str], texts: list[str], ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Ids of the texts, new tokens of the prompts, and the engine's counters of drafts. vLLM's own parser reads the folder's
+    command, so an unknown option is an error."""
     import vllm
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    os.chdir(folder)
-    command = json.loads(Path("handover.json").read_text())["command"]
     if command[:3] != ["python", "-m", "vllm.entrypoints.openai.api_server"]:
         raise ValueError(f"command: {' '.join(command[:3])} does not start vLLM's server")
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
@@ -249,3 +251,69 @@ def vllm_folder(folder: str, texts: list[str], ids: list[list[int]], new_tokens:
         "drafts": int(counters["drafts"].value),
         "accepted": [int(count) for count in counters["accepted_tokens_per_pos"].values],
     }
+
+
+def llama_folder(command: list[str], texts: list[str], ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """The same of llama.cpp, by xllamacpp. Options that are not known here are errors."""
+    from importlib.metadata import version
+
+    import xllamacpp
+
+    def of(kind: Any, prefix: str) -> dict[str, Any]:
+        """The values of an enum by their names on a command line."""
+        names = {
+            name: name.removeprefix(prefix).lower().replace("_", "-") for name in dir(kind) if name.startswith(prefix)
+        }
+        return {short: getattr(kind, name) for name, short in names.items()}
+
+    types = of(xllamacpp.ggml_type, "GGML_TYPE_").__getitem__
+    flash = of(xllamacpp.llama_flash_attn_type, "LLAMA_FLASH_ATTN_TYPE_")
+    methods = of(xllamacpp.common_speculative_type, "COMMON_SPECULATIVE_TYPE_")
+    options = xllamacpp.CommonParams()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        options.port = free.getsockname()[1]
+    options.n_parallel, options.endpoint_metrics, options.hostnames = 1, True, ["127.0.0.1"]
+    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = int(os.environ["OMP_NUM_THREADS"])
+    draft, simple = options.speculative.draft, options.speculative.ngram_simple
+    known = {
+        "--model": (options.model, "path", str),
+        "--spec-draft-model": (draft.mparams, "path", str),
+        "--spec-type": (options.speculative, "types", lambda name: [methods[name]]),
+        "--spec-draft-n-max": (draft, "n_max", int),
+        "--spec-draft-ngl": (draft, "n_gpu_layers", lambda count: -2 if count == "all" else int(count)),
+        "--spec-ngram-simple-size-n": (simple, "size_n", int),
+        "--spec-ngram-simple-size-m": (simple, "size_m", int),
+        "--flash-attn": (options, "flash_attn_type", lambda name: flash[{"on": "enabled", "off": "disabled"}[name]]),
+        "--cache-type-k": (options, "cache_type_k", types),
+        "--cache-type-v": (options, "cache_type_v", types),
+        "--cache-type-k-draft": (draft, "cache_type_k", types),
+        "--cache-type-v-draft": (draft, "cache_type_v", types),
+    }
+    words = [word for word in command[1:] if word != "--offline"]
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        place, field, read = known[name]
+        setattr(place, field, read(value))
+    server = xllamacpp.Server(options)
+
+    def asked(path: str, fields: dict[str, Any] | None = None) -> str:
+        """The answer of the server; fields are sent as JSON."""
+        body, kind = None if fields is None else json.dumps(fields).encode(), {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(server.listening_address + path, body, kind)) as answer:
+            return answer.read().decode()
+
+    call = {
+        "n_predict": new_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_tokens": True,
+        "cache_prompt": False,
+    }
+    each = [{"content": text, "add_special": False} for text in texts]
+    found = {"version": f"xllamacpp {version('xllamacpp')}"}
+    found |= {"tokenized": [json.loads(asked("/tokenize", one))["tokens"] for one in each]}
+    found |= {"answers": [json.loads(asked("/completion", {"prompt": one, **call}))["tokens"] for one in ids]}
+    text, metric = asked("/metrics"), r"^llamacpp:spec_decode_num_{}(\d+)$"
+    places = re.findall(metric.format(r'accepted_tokens_per_pos_total\{position="(\d+)"\} '), text, re.M)
+    accepted = [count for _, count in sorted((int(at), int(count)) for at, count in places)]
+    return found | {"drafts": int(re.findall(metric.format("drafts_total "), text, re.M)[0]), "accepted": accepted}

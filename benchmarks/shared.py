@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from assisted import AssistedModelForCausalLM, DraftModel
+from assisted import AssistedModelForCausalLM, DraftModel, zoo
 from assisted.lab.bench import (
     Bars,
     Method,
@@ -27,6 +27,7 @@ from assisted.lab.bench import (
     Result,
     Row,
     Rules,
+    at_length,
     lookups,
     machine,
     of_model,
@@ -36,25 +37,32 @@ from assisted.lab.bench import (
     sources,
     transformers_assisted,
 )
+from assisted.lab.bench.methods import undrafted
 from assisted.lab.bench.table import CELLS as BENCH
-from assisted.lab.bench.table import markdown_table, percent
+from assisted.lab.bench.table import markdown_table
+from assisted.lab.grown import grow
+from assisted.loading.vocabulary import find_tokenizer
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent))  # for `tools`
+NO_DRAFT = "no draft"
+"""The row of this package without a draft."""
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 1024}
 Cell = str | Callable[[Any], Any] | None
-Drafts = Mapping[str, tuple[Any, ...]]
-"""By the name of the row: the draft, its length and, unless it is "auto", `fast=`."""
+Drafts = Mapping[str, tuple[Any, Any]]
+"""By the name of the row: the draft and its length; None is the default length."""
 CELLS: dict[str, Callable[[Row], Any]] = {
     "speedup": BENCH["speedup"],
+    "over no draft": BENCH["by drafting"],
     "ms per token": BENCH["ms/token"],
     "tokens per pass": BENCH["tokens/pass"],
     "accepted": BENCH["accepted"],
-    "first token accepted": lambda row: percent(next(iter(row.acceptance_by_position), None)),
+    "first token": BENCH["first token"],
     "same tokens": BENCH["same"],
     "repeated 4-grams": BENCH["4-grams"],
 }
 """The cells of a race's row, by the title of the column."""
-COLUMNS = ("speedup", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
+COLUMNS = ("speedup", "over no draft", "ms per token", "tokens per pass", "accepted", "same tokens", "repeated 4-grams")
 SAMPLED = {"temperature": 0.8, "top_p": 0.95}
 RACE_OPTIONS: dict[str, Any] = {
     "prompts": 16,
@@ -63,9 +71,10 @@ RACE_OPTIONS: dict[str, Any] = {
     "only": (None, "begins the titles of the races that are run"),
     "drafts": ([], "the names of the rows that take part"),
 }
+BUSY = "Other programs ran meanwhile, so times are CPU time of this process."
 ENDS = "End tokens are ignored, and all methods take turns in one run."
 RATIOS = (
-    "The speedup is over the fastest plain mode, with a 95% bootstrap interval. Tokens per pass include the target's own "
+    "The speedup is over the fastest {mode}, with a 95% bootstrap interval. Tokens per pass include the target's own "
     "token and the forward pass over the prompt. A repeated 4-gram occurred earlier in the same text: small models loop, and "
     "loops flatter every drafter."
 )
@@ -100,6 +109,7 @@ class Race:
         kind: of the prompts.
         share: of the number of prompts in the options.
         peers: whether transformers' own drafting takes part, and with a draft model or by lookup alone.
+        context: tokens of every prompt, which models read that have YaRN angles; the time of the first token is measured, too.
     """
 
     drafts: Drafts | Callable[[AssistedModelForCausalLM], Drafts]
@@ -111,6 +121,7 @@ class Race:
     kind: str = "code"
     share: float = 1.0
     peers: bool = False
+    context: int | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ class Case:
         columns: by title, a format of a row's fields, or a function of the row; or what makes these from the figures.
             Of races, None for those of CELLS.
         rows: of the figures, the rows of the table; or of several tables, by what stands above them. None: as they are.
-        named, above: of races: the title of the column of methods, and what stands above a table.
+        above: of races: what stands above a table.
         markdown: the whole text, in place of all these.
         check: of the figures; it may end the process.
     """
@@ -147,7 +158,6 @@ class Case:
     words: Callable[[Any], Mapping[str, Any]] = lambda found: {}
     columns: Any = field(default_factory=lambda: dict.fromkeys(COLUMNS))
     rows: Callable[[Any], Any] = lambda found: found["rows"]
-    named: str = ""
     above: str = "**{title}**"
     markdown: Callable[[Any], str] | None = None
     check: Callable[[Any], None] | None = None
@@ -167,14 +177,20 @@ class Case:
                 self.name, its, self.what.format_map(known), *(note.format_map(known) for note in self.notes)
             )
         else:
-            head = heading(self.name, its, f"{its['prompts']} prompts, {its['dtype']}", ENDS, RATIOS, *self.notes)
+            ratios = RATIOS.format(mode="plain mode that needs no compiler" if its.get("no_compile") else "plain mode")
+            head = heading(self.name, its, f"{its['dtype']}", ENDS, ratios, *self.notes)
             races = {title: one for title, one in found.items() if title != "about"}
-            tables = {self.above.format(title=title, **one): self.race(one) for title, one in races.items()}
+            tables = {
+                f"{self.above.format(title=title, **one)} ({sum(map(len, one['prompts'].values()))} prompts)": self.race(
+                    one
+                )
+                for title, one in races.items()
+            }
         return page(head, *(part for each in tables.items() for part in each))
 
     def race(self, result: Mapping[str, Any]) -> list[str]:
         """A table of a race's methods, and the errors of those that failed. result: as in a file."""
-        cells = {self.named: lambda row: row.name.removeprefix("assisted ")}
+        cells: dict[str, Cell] = {"": lambda row: row.name.removeprefix("assisted ")}
         cells |= {title: form or CELLS[title] for title, form in self.columns.items()}
         (measured,) = Result.from_dict(result).points
         failed = [f"{row.name} failed: {row.error}" for row in measured.rows if row.error is not None]
@@ -198,15 +214,22 @@ def opened(
     return AssistedModelForCausalLM.from_pretrained(target, draft=draft, dtype=kind, **more)
 
 
-def paired(
-    target: PreTrainedModel, tokenizer: Any, drafts: Drafts, fast: str = "auto", lenient: bool = False
-) -> list[Method]:
-    """A method with this target for every draft. lenient: leave out, with a message, what cannot be loaded."""
-    found = []
-    for name, (draft, length, *how) in drafts.items():
+def long_model(name: str, dtype: torch.dtype, device: Any = "cpu", size: str | None = None) -> PreTrainedModel:
+    """A shipped model that reads 40,960 tokens instead of 1,024. size: what it is grown to."""
+    folder = zoo.folder(name)
+    config = AutoConfig.from_pretrained(folder)
+    config.max_position_embeddings = 40 * config.max_position_embeddings
+    config.rope_parameters = dict(YARN)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype).to(device)
+    return model if size is None else grow(model, size, device=device)
+
+
+def paired(target: PreTrainedModel, tokenizer: Any, drafts: Drafts, lenient: bool = False) -> list[Method]:
+    """This package without a draft, and with every draft. lenient: leave out, with a message, what cannot be loaded."""
+    found = [replace(undrafted(target), name=NO_DRAFT, counted=False)]
+    for name, (spec, length) in drafts.items():
         try:
-            how = next(iter(how), fast)
-            pair = AssistedModelForCausalLM.from_models(target, draft, length, tokenizer, fast=how)
+            pair = AssistedModelForCausalLM.from_models(target, spec, length, tokenizer)
         except Exception as error:  # a package that is not installed, too little memory
             if not lenient:
                 raise
@@ -226,15 +249,17 @@ def raced(
     others: Sequence[Method] = (),
     target: str = "zoo:target",
     draft: str | None = None,
+    context: int | None = None,
 ) -> Result:
     """One race by the protocol of `assisted bench`: plain `generate`, the fastest of `others`, and the methods.
 
-    args: prompts, repeats and no_compile.
+    args: prompts, repeats and no_compile. context: tokens that all prompts get; then the first token is measured, too.
     """
+    prompts = prompts if context is None else at_length(prompts, pair.tokenizer, context)
     rules = replace(rules, repeats=args.repeats)
     modes = plain(pair.target, compiled=not args.no_compile)
     with Bars() as bars:
-        measured = point(pair, modes, others, methods, prompts, rules, rows, bars, streams=False)
+        measured = point(pair, modes, others, methods, prompts, rules, rows, bars, streams=context is not None)
     return Result(target, draft, rules, sources(prompts), (measured,), about(pair, args))
 
 
@@ -244,12 +269,16 @@ def run_races(races: Mapping[str, Race], args: argparse.Namespace) -> dict[str, 
     for title, race in races.items():
         if args.only and not title.startswith(args.only):
             continue
-        pair = opened(race.target, race.draft, race.dtype, args.device)
+        if race.context is None:
+            pair = opened(race.target, race.draft, race.dtype, args.device)
+        else:
+            models = (long_model(name, getattr(torch, race.dtype), args.device) for name in ("target", "draft"))
+            pair = AssistedModelForCausalLM.from_models(*models, tokenizer=find_tokenizer(zoo.folder("target")))
         drafts = race.drafts(pair) if callable(race.drafts) else race.drafts
         chosen = {
-            name: (_loaded(spec, pair), *how)
-            for name, (spec, *how) in drafts.items()
-            if (name in args.drafts or not args.drafts) and not (args.no_compile and "compile" in how[1:])
+            name: (_loaded(spec, pair), length)
+            for name, (spec, length) in drafts.items()
+            if name in args.drafts or not args.drafts
         }
         count = max(race.rows, round(args.prompts * race.share), 1)
         others = [*(transformers_assisted(pair) if race.rows == 1 else []), *lookups(pair.target)] if race.peers else []
@@ -257,7 +286,7 @@ def run_races(races: Mapping[str, Race], args: argparse.Namespace) -> dict[str, 
         methods = paired(pair.target, pair.tokenizer, chosen, lenient=True)
         prompts = read([race.kind], pair.tokenizer, count)
         draft = race.draft if race.draft != "suffix" else None
-        result = raced(args, pair, methods, prompts, rules, race.rows, others, race.target, draft)
+        result = raced(args, pair, methods, prompts, rules, race.rows, others, race.target, draft, race.context)
         found |= {"about": found.get("about", result.machine), title: result.to_dict()}
         args.save(found)
     return found
@@ -273,7 +302,8 @@ def _loaded(spec: Any, pair: AssistedModelForCausalLM) -> Any:
 def about(pair: AssistedModelForCausalLM | None = None, args: argparse.Namespace | None = None, **more: Any) -> Any:
     """The environment of a measurement; of the options, how many prompts, repeats and new tokens; and more."""
     place = (pair.target.device, pair.target.dtype) if pair is not None else (torch.device("cpu"), torch.float32)
-    counts = {name: value for name in ("prompts", "repeats", "new_tokens") if (value := getattr(args, name, None))}
+    names = ("prompts", "repeats", "new_tokens", "no_compile", "cpu_time")
+    counts = {name: value for name in names if (value := getattr(args, name, None))}
     return {**machine(*place), **counts, **more}
 
 
@@ -359,6 +389,7 @@ class Worker:
 def heading(name: str, its: Mapping[str, Any], what: str, *sentences: str) -> str:
     """The paragraph above a table. name: of the case; its: what `about` gave; what: was measured."""
     versions = ", ".join(f"{library} {its[library]}" for library in ("torch", "transformers"))
+    sentences = (*sentences, BUSY if its.get("cpu_time") else "")
     measured = f"{what}, CPU threads: {its['threads']}, {its['processor']}, {versions}."
     return " ".join(
         [f"`python benchmarks/run.py {name}{its.get('options', '')}`: {measured}", *filter(None, sentences)]

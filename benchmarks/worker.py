@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -21,9 +22,10 @@ def main() -> None:
     module, function, threads = sys.argv[1:]
     sys.path.append(str(Path(__file__).parent.parent))  # after PYTHONPATH, which may name another version
     if int(threads):
-        import torch
+        with suppress(ImportError):  # an interpreter without torch
+            import torch
 
-        torch.set_num_threads(int(threads))
+            torch.set_num_threads(int(threads))
     found = getattr(importlib.import_module(module), function)(*json.loads(sys.stdin.readline()))
     if not callable(found):
         print(json.dumps(found), file=answers, flush=True)

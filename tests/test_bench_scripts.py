@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -59,15 +60,19 @@ def test_cases_have_options_and_tables(run: ModuleType) -> None:
             assert case.text(json.loads(figures.read_text(encoding="utf-8")))
 
 
-def test_a_race_runs(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_race_runs(
+    run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("sympy")
-    file = tmp_path / "heads.json"
-    run.main(["heads", "--quick", "--only", "Temperature 0,", "--drafts", "Medusa, list", "--json", str(file)])
-    assert "| Medusa, list | `Medusa(" in capsys.readouterr().out
-    (row,) = [
-        row for row in json.loads(file.read_text())["Temperature 0, 48 tokens"]["points"][0]["rows"] if row["draft"]
-    ]
-    assert row["same"] == row["rows"] == 1
+    monkeypatch.setattr(time, "perf_counter", time.perf_counter)  # which --cpu-time replaces
+    file = tmp_path / "contexts.json"
+    run.main(["contexts", "--quick", "--cpu-time", "--json", str(file)])
+    assert '| "suffix" |' in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    rows = {row["name"]: row for row in found["After 128 tokens"]["points"][0]["rows"]}
+    assert [*rows] == ["plain", "no draft", '"suffix"'] and found["about"]["cpu_time"]
+    assert all(row["same"] == row["rows"] == 1 and row["first_token_milliseconds"] for row in rows.values())
+    assert rows['"suffix"']["by_drafting"]
 
 
 def test_a_worker_answers_and_its_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -98,7 +103,6 @@ def intervals(found: Any) -> Iterator[str]:
 def test_speedups_with_an_interval_are_committed_figures() -> None:
     """Also those in sentences and in tables that no script writes."""
     known = {each for file in FOLDER.glob("*.json") for each in intervals(json.loads(file.read_text()))}
-    known |= {"0.94 [0.87, 0.99]", "0.98 [0.93, 1.02]"}  # of layer skipping: its page has the command, not the file
     for page in (ROOT / "README.md", *DOCS):
         quoted = re.findall(r"\d\.\d\d\s\[\d\.\d\d,\s\d\.\d\d\]", page.read_text(encoding="utf-8"))
         assert not {" ".join(each.split()) for each in quoted} - known, page

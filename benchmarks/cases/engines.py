@@ -21,14 +21,12 @@ OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of
     "transformers, prompt lookup": {"draft": None, "lookup": True},
     "assisted, no draft": {"draft": "none"},
     **{f'assisted, "{name}"': {"draft": name} for name in ("suffix", "self:int8", "self:int4", HEAD)},
-    f'assisted, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile"},
 }
 for bits in (8, 4):
     name, of_bits = f"assisted, {bits} bits", {"bits": bits}
     OWN |= {
         f"{name}, no draft": {"draft": "none", **of_bits},
         f'{name}, "{HEAD}"': {"draft": HEAD, **of_bits},
-        f'{name}, "{HEAD}", chains, compiled': {"draft": "chains", "fast": "compile", **of_bits},
         f"{name}, inputs in 8, no draft": {"draft": "none", "input_bits": 8, **of_bits},
         f'{name}, inputs in 8, "{HEAD}"': {"draft": HEAD, "input_bits": 8, **of_bits},
     }
@@ -108,9 +106,7 @@ OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one;
         **{name: (None, f"an interpreter with it: {name}") for name in ("openvino", "llama", "vllm")},
     },
     quick={"methods": ["plain generate", 'assisted, "suffix"']},
-    sections=tuple(
-        Section("benchmarks/other-engines", name, (name,)) for name in ("engines", "engines_kernels", "engines_tiles")
-    ),
+    sections=tuple(Section("benchmarks/other-engines", name, (name,)) for name in ("engines_kernels", "engines_tiles")),
     what="{prompts} requests, {new_tokens} new tokens each, {dtype} except where a method names its bits{others}",
     notes=(
         "End tokens are ignored. The methods run one after the other, each in a process of its own that has answered one "

@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ SECTIONS = {
     "passes": "Forward passes, kernel by kernel",
     "quantized": "Quantized targets",
     "offload": "A target larger than a card of 12 GB",
-    "identity": "Texts against plain `generate`",
-    "sampled": "Sampled tokens against their distribution",
     "bits": 'To the bit: `exact="bits"`',
     "memory": "Memory against `assisted plan`",
     "train": "A head trained on text that its target writes",
@@ -113,30 +110,9 @@ def markdown(found: Found) -> str:
     for section, title in SECTIONS.items():
         items = found["sections"].get(section, {})
         measured = {item: one for item, one in items.items() if "seconds" in one}
-        parts += [f"**{title}**"] * bool(items) + list(TABLES.get(section, rows_table)(measured) if measured else ())
+        parts += [f"**{title}**"] * bool(items) + tables(measured)
         parts += [f"{item}: failed. {one['error']}" for item, one in items.items() if "error" in one]
     return page(*parts)
-
-
-Parts = Iterator[str | list[str]]
-
-
-def identity_table(items: Found) -> Parts:
-    """One row for each target and draft: rows with plain's tokens, eagerly and captured."""
-    columns: dict[str, Any] = {"target, draft": lambda one: one[0]}
-    for mode in next(iter(items.values()))["modes"]:
-        for title, form in {
-            "same texts": "{same} of {rows}{gap}",
-            "tokens per forward pass": "{tokens_per_pass:.2f}",
-            "captured passes": "{captured}",
-        }.items():
-            columns[f"{mode}: {title}"] = lambda one, mode=mode, form=form: of_mode(one[1]["modes"][mode], form)
-    yield shown(columns, items.items())
-
-
-def of_mode(mode: Found, form: str) -> str:
-    gap = mode["largest_gap"]
-    return form.format(**mode, gap="" if gap is None else f" (gap {gap:.3f})")
 
 
 RACED: dict[str, Any] = {
@@ -144,86 +120,32 @@ RACED: dict[str, Any] = {
     "tokens/s": lambda row: "failed" if row["error"] else f"{1e3 / row['milliseconds_per_token']:.0f}",
     "times the fastest plain mode": "{speedup[ratio]:.2f} [{speedup[low]:.2f}, {speedup[high]:.2f}]",
     "tokens per forward pass": lambda row: "" if row["error"] else f"{row['tokens_per_pass'] or 0:.2f}",
+    "first token, ms": "{first_token_milliseconds:.0f}",
     "same texts": lambda row: "" if row["error"] or row["same"] is None else f"{row['same']} of {row['rows']}",
     "repeated 4-grams": lambda row: "" if row.get("repeated_4grams") is None else f"{row['repeated_4grams']:.0%}",
 }
 
 
-def race_table(items: Found) -> Parts:
-    """Every race's methods."""
-    for item, one in items.items():
-        (point,) = one["result"]["points"]
-        yield from (f"{item}:", shown(RACED, point["rows"]))
-
-
-def speed_table(items: Found) -> Parts:
-    """Milliseconds of forward passes, which earlier runs measured here, then the races."""
-    rows = [
-        {"target": item, "forward passes": mode, **times}
-        for item, one in items.items()
-        for mode, times in one.get("passes", {}).items()
-    ]
-    if rows:
-        yield shown({title: lambda row, title=title: row[title] for title in rows[0]}, rows)
-    yield from race_table(items)
-
-
-def memory_table(items: Found) -> Parts:
-    def gib(name: str) -> Any:
-        return lambda row: f"{row[1][name] / 2**30:.2f}"
-
-    columns = {
-        **{"load": lambda row: row[0], "plan, GiB": gib("plan"), "used on the card": gib("used")},
-        **{name: gib(name) for name in ("reserved", "allocated")},
-        "plan against used": lambda row: f"{row[1]['plan'] / row[1]['used'] - 1:+.1%}",
-    }
-    yield shown(columns, items.items())
-
-
-def rows_table(items: Found) -> Parts:
-    """Items whose rows are plain figures."""
-    rows = [{"": item, **row} for item, one in items.items() for row in one["rows"]]
+def tables(items: Found) -> list[Any]:
+    """One table of all items whose rows are plain figures, and one for each race."""
+    rows = [{"": item, **row} for item, one in items.items() for row in one.get("rows", ())]
 
     def cell(row: Found, name: str) -> Any:
         return f"{value:.3g}" if isinstance(value := row.get(name, ""), float) else value
 
-    yield shown({name: lambda row, name=name: cell(row, name) for row in rows for name in row}, rows)
-
-
-def bits_table(items: Found) -> Parts:
-    """What it costs; then, over all drafts and lengths, how many have the bytes of the text without drafts."""
-    if costs := {item: one for item, one in items.items() if item.endswith("cost")}:
-        yield from rows_table(costs)
-    rows = []
+    columns = {name: lambda row, name=name: cell(row, name) for row in rows for name in row}
+    parts: list[Any] = [shown(columns, rows)] if rows else []
     for item, one in items.items():
-        for kind in ("greedy", "sampled"):
-            found = [row for row in one["rows"] if row.get("sampled") is (kind == "sampled")]
-            if found:
-                hashes = ", ".join(sorted({row["plain"] for row in found}))
-                same, alone = (summed(row.get(name, "0 of 0") for row in found) for name in ("same", "rows alone"))
-                alone = alone if kind == "greedy" else ""
-                rows.append(
-                    {"item": item, "kind": kind, "drafts": len(found), "same": same, "alone": alone, "hash": hashes}
-                )
-    columns = {"": "{item}", "tokens": "{kind}", "drafts": "{drafts}", "the bytes of no draft": "{same}"}
-    columns |= {"rows with the bytes that they have alone": "{alone}", "hash": "{hash}"}
-    yield shown(columns, rows) if rows else ""
-
-
-def summed(counts: Any) -> str:
-    """Of counts such as "2 of 3"."""
-    return " of ".join(
-        str(sum(map(int, each))) for each in zip(*(count.split(" of ") for count in counts), strict=True)
-    )
-
-
-TABLES = {"identity": identity_table, "speed": speed_table, "memory": memory_table, "bits": bits_table}
-TABLES |= dict.fromkeys(("copies", "batches", "quantized"), race_table)
+        for point in one["result"]["points"] if "result" in one else ():
+            timed = any(row.get("first_token_milliseconds") for row in point["rows"])
+            shows = {title: form for title, form in RACED.items() if timed or not title.startswith("first")}
+            parts += [f"{item}:", shown(shows, point["rows"])]
+    return parts
 
 
 gpu = Case(
     "gpu",
-    """Everything that only a GPU shows: identity, speed, batches, contexts, memory, offloading; as much as 12 minutes allow.
+    """Everything that only a GPU shows: rounds, speed, batches, contexts, memory, offloading; as much as 12 minutes allow.
 
     python benchmarks/run.py gpu --json FOLDER/gpu.json                       all sections but `train`
     python benchmarks/run.py gpu --only speed train --json FOLDER/gpu.json    some of them

@@ -1,27 +1,18 @@
-"""Memory of a process: over many calls, and at its peak beside what `assisted plan` counts."""
+"""Memory of a process at its peak, beside what `assisted plan` counts."""
 
 import gc
 import json
-import random
 import resource
 import sys
 import tempfile
-import time
-from contextlib import ExitStack
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
-from shared import FOLDER, Case, Section, Worker, about, opened
+from shared import FOLDER, Case, Section, Worker, about
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import assisted.zoo
 from assisted import AssistedModelForCausalLM
-from assisted.engine.cache import SlotCache
-from assisted.engine.runner import CachedModel
-from assisted.engine.traits import Traits
-from assisted.fast import fused, products
-from assisted.lab.bench.clock import turns
 from assisted.lab.plan import plan as planned
 from assisted.loading.gguf import load_model, unmarked
 from assisted.loading.packed import PackedConfig
@@ -40,66 +31,6 @@ def resident(peak=False):
 def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
-
-WAYS = {"plain": "plain `generate`", "eager": '`fast="eager"`', "auto": "default"}
-EVERY = 10  # calls between two readings
-
-
-def readings(way, calls, longest):
-    """MiB before the first call and after every tenth."""
-    pair = opened("zoo:target")
-    pair.fast = "auto" if way == "plain" else way
-    size = pair.config.get_text_config().vocab_size
-    numbers = random.Random(0)
-    found = [resident() / 2**20]
-    for call in range(1, calls + 1):
-        rows, length = numbers.choice((1, 1, 1, 2, 3, 4)), numbers.randint(2, longest)
-        new, draft_length = numbers.randint(2, 5), numbers.choice((None, None, 2, 4, 7))
-        ids = torch.randint(5, size, (rows, length), generator=torch.Generator().manual_seed(call))
-        others = {"assisted": False} if way == "plain" else {"draft_length": draft_length}
-        pair.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **others)
-        if call % EVERY == 0:
-            found.append(resident() / 2**20)
-            print(f"{way}: {call} calls, {found[-1]:.0f} MiB", file=sys.stderr)
-    return [round(reading, 1) for reading in found]
-
-
-def measure_memory(args):
-    runs = {
-        way: Worker("cases.memory", "readings", way, args.calls, args.longest, threads=args.threads) for way in WAYS
-    }
-    found = {way: run.answer() for way, run in runs.items()}
-    return {"about": about(calls=args.calls, longest=args.longest, every=EVERY), "mebibytes": found}
-
-
-def of_calls(found):
-    its = found["about"]
-    last = its["calls"] // its["every"]
-    columns = {"after calls": lambda one: WAYS[one[0]]}
-    for place in sorted({0, 1, *(last * tenth // 10 for tenth in (1, 2, 4, 5, 6, 8, 10))}):
-        columns[str(place * its["every"])] = lambda one, place=place: f"{one[1][place]:.0f}"
-    return columns | {"growth over the last half": lambda one: f"{one[1][last] / one[1][last // 2] - 1:.1%}"}
-
-
-memory = Case(
-    "memory",
-    """Memory of one process over many calls of changing shapes: plain `generate`, this package, and its `fast="eager"`.
-
-Each runs in a process of its own and makes the same calls, with random prompt lengths, batch sizes, draft lengths and numbers
-of new tokens. The shipped target, float32, greedy, with the default draft, "suffix".
-""",
-    measure_memory,
-    options={"calls": (1000, "of each kind"), "longest": (64, "prompt, in tokens")},
-    quick={"calls": 20},
-    sections=(Section("benchmarks/memory", "memory"),),
-    what="{calls} calls of the shipped target, {dtype}",
-    notes=(
-        "Prompts of 2 to {longest} tokens, 1 to 4 rows, 2 to 5 new tokens and draft lengths of 2, 4, 7 and adaptive are drawn "
-        "at random. The table shows the resident set in MiB.",
-    ),
-    columns=of_calls,
-    rows=lambda found: found["mebibytes"].items(),
-)
 
 NEW = 32
 QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -231,84 +162,3 @@ fills the context up to 32 tokens. glibc returns freed memory to the system at o
 
 def _after(load, name, between):
     return f"{between}{load[name]}" if name in load else ""
-
-
-IN_PLACE = {
-    "a copy": {},
-    "the model's own weights": {"may_copy": False},
-    "torch's products": {"may_copy": False, "reads_in_place": False},
-}
-"""What products are computed from, and how that is arranged."""
-COLUMNS = 1, 5, 8
-
-
-def passes(shape, chosen):
-    """A function that times passes over some columns, in milliseconds, of a target with random weights of a shape; without
-    arguments, it returns the peak of memory in sizes of the target."""
-    torch.manual_seed(0)
-    fields = {**SHAPES[shape], "max_position_embeddings": 4096}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.bfloat16
-    ).eval()
-    size = sum(weight.nbytes for weight in {id(weight): weight for weight in model.parameters()}.values())
-    gc.collect()
-    before = resident()
-    forget_peak()
-    with ExitStack() as stack:
-        for name, value in IN_PLACE[chosen].items():
-            for module in (fused, products):
-                stack.enter_context(patch.object(module, name, lambda *given, value=value: value))
-        prepared = fused.fused(model)
-    runner = CachedModel(prepared, SlotCache(1, 256), Traits.of(model).masks)
-    with torch.inference_mode():
-        runner.prefill(torch.arange(5, 105)[None], None)
-
-    @torch.inference_mode()
-    def run(*columns):
-        if not columns:
-            return 1 + (resident(peak=True) - before) / size
-        began = time.perf_counter()
-        runner(torch.arange(5, 5 + columns[0])[None])
-        took = 1e3 * (time.perf_counter() - began)
-        runner.cache.rewind([100])
-        return took
-
-    return run
-
-
-def measure_in_place(args):
-    found = []
-    for shape in args.shapes:
-        ways = {way: Worker("cases.memory", "passes", shape, way, threads=args.threads) for way in IN_PLACE}
-        times = {way: {str(count): [] for count in COLUMNS} for way in ways}
-        for way, column, _ in turns(list(ways), len(COLUMNS), args.repeats):
-            times[way][str(COLUMNS[column])].append(ways[way].ask(COLUMNS[column]))
-        for way, run_ in ways.items():
-            least = {count: min(took) for count, took in times[way].items()}
-            found.append({"shape": shape, "way": way, "memory": run_.ask(), "milliseconds": least})
-            run_.end()
-    return {"about": about(dtype="bfloat16", repeats=args.repeats), "rows": found}
-
-
-in_place = Case(
-    "in_place",
-    """A forward pass over few columns from copies of the weights, from the weights in their place, and by torch's products.
-
-Targets of bfloat16 with random weights; each way in a process of its own, in turns. The least of some repeats counts.
-""",
-    measure_in_place,
-    options={"repeats": 20, "shapes": (["Qwen3-0.6B's shape", "Llama-3.2-1B's shape"], "the targets'")},
-    quick={"repeats": 1, "shapes": ["a fourth of its layers"]},
-    sections=(Section("concepts/fast-path", "in-place"),),
-    what="forward passes behind 100 tokens",
-    notes=("Milliseconds, the least of {repeats}; memory at its peak, in sizes of the target.",),
-    columns={
-        "target": "{shape}",
-        "products read": "{way}",
-        "memory": "{memory:.2f}",
-        **{
-            f"{count} column{'s' * (count > 1)}": lambda row, count=count: f"{row['milliseconds'][str(count)]:.1f}"
-            for count in COLUMNS
-        },
-    },
-)

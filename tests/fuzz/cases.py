@@ -179,7 +179,8 @@ def _crowded(chance: random.Random, case: Case) -> Case:
     for _ in range(chance.choice((0, 0, 1))):
         steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100))] if chance.random() < 0.5 else []
         steps.append(_crowd(chance))
-    return replace(case, bits=False, steps=tuple(steps))
+    weights_as = case.weights_as if case.weights_as == "views" else ""  # rows do not run the others, or not in float32
+    return replace(case, bits=False, dtype="float32", weights_as=weights_as, steps=tuple(steps))
 
 
 def _crowd(chance: random.Random) -> Crowd:

@@ -346,7 +346,7 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         outcome.refused.append(_said(raised))
         return True
     except Exception as raised:
-        if any(one.text is None for one in asked):
+        if any(one.written(alone).text is None for one in asked):
             outcome.both_raise.append(_said(raised))
             return True
         outcome.failures.append(f"crowd of {len(asked)}: raises {_said(raised)}")
@@ -354,7 +354,7 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
     outcome.drafted += report.drafted
     outcome.accepted += report.accepted
     for number, ours in found.items():
-        one = asked[number]
+        one = asked[number].written(alone)
         if one.text is None:
             outcome.both_raise.append("a text that the target alone does not write")
             continue
@@ -402,7 +402,8 @@ def _together(
 
 @dataclass
 class _Alone:
-    """A request, and its text by the target alone, [1, L]; None where that raises. margins: of the tokens that it drew."""
+    """A request, and once it is `written` its text by the target alone, [1, L]; None where that raises. margins: of the tokens
+    that it drew."""
 
     request: Request
     talk: _Talk
@@ -415,10 +416,13 @@ class _Alone:
         ids = _Talk.begun(replace(call, lengths=call.lengths * 8), model).ids[call.seed % 8][None].clone()
         shared = min(request.shares, ids.shape[1])
         ids[:, :shared] = _tokens(1, KNOWN * 3, 7)[:, :shared]
-        made = cls(request, _Talk(ids, torch.ones_like(ids)))
-        with contextlib.suppress(Exception), made.drawing():
-            made.text = _sequences(_generate(model, call, made.talk, None, model)[0])
-        return made
+        return cls(request, _Talk(ids, torch.ones_like(ids)))
+
+    def written(self, model: PreTrainedModel) -> _Alone:
+        """The same, after the target has written it."""
+        with contextlib.suppress(Exception), self.drawing():
+            self.text = _sequences(_generate(model, self.request.call, self.talk, None, model)[0])
+        return self
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:

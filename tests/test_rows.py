@@ -19,6 +19,7 @@ from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, GrammarProcessor, SessionPool
 from assisted.engine.runner import CachedModel
+from assisted.fast.sources import Source
 from assisted.lengths.policies import Never
 from assisted.many.reading import shares
 from assisted.many.texts import Answer
@@ -242,10 +243,12 @@ def test_what_others_have_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch
     expected = target.generate(text[None], **CALL)[0]
     assert model.generate(text[None], **CALL)[0].tolist() == expected.tolist()
     turns = [torch.cat([expected, random_ids(target, 1, 20, seed=seed)[0]]) for seed in (1, 2)]
-    requests = Requests(model, 3)
+    requests, checked, own = Requests(model, 3), list[Any](), Source.of_model
+    monkeypatch.setattr(Source, "of_model", staticmethod(lambda *model: checked.append(model) or own(*model)))
     for at, turn in enumerate([*turns, turns[0]]):
         requests.ask(turn, CALL, 30 * at)
     found = requests.answers()
+    assert len(checked) == 1  # all weights are read for it, which takes as long as several rounds
     cached = [asked.recorder.cached_tokens for _, asked in requests.coming]
     assert cached[:2] == [len(expected) - 1] * 2 and cached[2] == len(turns[0]) - 1
     for at, turn in enumerate([*turns, turns[0]]):

@@ -244,8 +244,10 @@ def lent_to(
     reason = _cannot_go_on(inputs, trusted, settings)
     if reason is None:
         try:
-            state = Source.of_model(model, trusted.code)
-            settings.read = state.weights  # which the fused model is compared with, too
+            state = settings.source
+            if state is None:
+                state = settings.source = Source.of_model(model, trusted.code)
+                settings.read = state.weights  # which the fused model is compared with, too
             return pool.lent(model, state, inputs.ids[0], model.config.get_text_config(decoder=True))
         except (NotImplementedError, RuntimeError, TypeError) as error:  # packed in a tensor of its own kind
             reason = f"changes of the weights would not be noticed ({type(error).__name__}: {error})"

@@ -34,6 +34,7 @@ class CallSettings:
     ranks: Ranks = ALONE  # the processes that must decide alike, because each holds a part of the weights
     # what has failed in this call and only cost speed, for `core.report.warnings`
     warnings: list[str] = field(default_factory=list)
+    source: Any = None  # the target as `fast.sources.Source` has read it for a pool, once for all texts of the call
     read: Any = None  # the target's `fast.sources.Weights`, if the call has just read them, until they are used
     _trusted: dict[int, Trust] = field(default_factory=dict)
     _checked: set[Code] = field(default_factory=set)

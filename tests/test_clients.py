@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -443,3 +444,76 @@ def test_own_server(pair: Any, target: Any, tokenizer: Any) -> None:
         with pytest.raises(openai.AuthenticationError):
             api.with_options(api_key="other").models.list()
         made.shutdown()
+
+
+# --- the apps of the page "In an app"
+
+
+def app_of(title: str) -> dict[str, Any]:
+    """What the page's first program defines, and the one below a title."""
+    page = Path(__file__).parent.parent / "docs" / "integrations" / "apps.md"
+    head, _, rest = page.read_text(encoding="utf-8").partition(f"\n## {title}")
+    found: dict[str, Any] = {}
+    for text in (head, rest):
+        exec(re.findall(r"```python.*?\n(.*?)```", text, re.S)[0], found)
+    return found
+
+
+def alone(model: Any, tokenizer: Any, prompt: str, new: int) -> str:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**inputs, max_new_tokens=new, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(output, skip_special_tokens=True)
+
+
+@client("fastapi")
+def test_fastapi(target: Any, tokenizer: Any) -> None:
+    """the app of [In an app](apps.md): streams to two clients, and a call that ends because its client leaves"""
+    pytest.importorskip("fastapi")
+    uvicorn = pytest.importorskip("uvicorn")
+    found = app_of("FastAPI")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        server = uvicorn.Server(uvicorn.Config(found["app"], log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+
+        def ask(prompt: str, new: int) -> Any:
+            body = json.dumps({"prompt": prompt, "max_new_tokens": new}).encode()
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/write"
+            return urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"}))
+
+        started, texts = threading.Event(), {}
+        found["pair"].watch = lambda round: started.set()
+        leaving = ask("class A:\n", 512)  # the others wait for it
+        assert leaving.read(1) and started.wait(60)
+        leaving.close()
+
+        def read(prompt: str) -> None:
+            texts[prompt] = ask(prompt, 32).read().decode()
+
+        threads = [threading.Thread(target=read, args=(prompt,)) for prompt in PROMPTS[:2]]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(90)
+        server.should_exit = True
+        thread.join(90)
+    assert texts == {prompt: alone(target, tokenizer, prompt, 32) for prompt in PROMPTS[:2]}
+    assert found["pair"].totals.new_tokens < 256  # of 576 that were asked for
+
+
+@client("gradio")
+def test_gradio(target: Any, tokenizer: Any) -> None:
+    """the chat of [In an app](apps.md), asked through its API: two turns"""
+    pytest.importorskip("gradio")
+    gradio_client = pytest.importorskip("gradio_client")
+    found = app_of("A chat in Gradio")
+    found["chat"].launch(prevent_thread_lock=True, quiet=True)
+    try:
+        chat = gradio_client.Client(found["chat"].local_url, verbose=False)
+        turns = [chat.predict(text, api_name="/reply") for text in PROMPTS[:2]]
+    finally:
+        found["chat"].close()
+    assert turns[0] == alone(target, tokenizer, PROMPTS[0], 64) and len(turns[1]) > 0
+    assert found["pair"].report.cached_tokens > 0

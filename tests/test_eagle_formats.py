@@ -31,27 +31,16 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 # As EAGLE-1's authors write it; what is left out has its default.
 EAGLE_1 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-5,
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 48},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1},
+    **{"vocab_size": VOCABULARY, "rms_norm_eps": 1e-5},
 }
 EAGLE_3 = EAGLE_1 | {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "draft_vocab_size": DRAFT,
-    "target_hidden_size": WIDTH,
+    **{"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT, "target_hidden_size": WIDTH}
 }
 SPECULATORS = {
-    "architectures": ["Eagle3DraftModel"],
-    "speculators_model_type": "eagle3",
-    "draft_vocab_size": DRAFT,
-    "norm_before_residual": False,
-    "eagle_aux_hidden_state_layer_ids": [1, 2],
+    **{"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", "draft_vocab_size": DRAFT},
+    **{"norm_before_residual": False, IDS: [1, 2]},
     "transformer_layer_config": {name: value for name, value in EAGLE_1.items() if name != "architectures"},
 }
 
@@ -67,16 +56,11 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def layer(prefix: str, fused: int) -> dict[str, torch.Tensor]:
     """What both versions call the same."""
-    return {
-        f"{prefix}self_attn.q_proj.weight": noise(32, fused, seed=1),
-        f"{prefix}self_attn.k_proj.weight": noise(16, fused, seed=2),
-        f"{prefix}self_attn.v_proj.weight": noise(16, fused, seed=3),
-        f"{prefix}self_attn.o_proj.weight": noise(WIDTH, 32, seed=4),
-        f"{prefix}mlp.gate_proj.weight": noise(48, WIDTH, seed=5),
-        f"{prefix}mlp.up_proj.weight": noise(48, WIDTH, seed=6),
-        f"{prefix}mlp.down_proj.weight": noise(WIDTH, 48, seed=7),
-        f"{prefix}post_attention_layernorm.weight": noise(WIDTH, seed=8),
-    }
+    products = {"q": (32, fused), "k": (16, fused), "v": (16, fused), "o": (WIDTH, 32)}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": shape for name, shape in products.items()}
+    shapes |= {"mlp.gate_proj": (48, WIDTH), "mlp.up_proj": (48, WIDTH), "mlp.down_proj": (WIDTH, 48)}
+    shapes |= {"post_attention_layernorm": (WIDTH,)}
+    return {f"{prefix}{name}.weight": noise(*shapes[name], seed=place) for place, name in enumerate(shapes, 1)}
 
 
 def eagle_1() -> dict[str, torch.Tensor]:
@@ -248,37 +232,31 @@ def test_quantized_weights_are_expanded(target, tmp_path):
 
 
 def test_a_full_draft_vocabulary_has_no_maps(target, tmp_path):
+    tensors, full = eagle_3(), EAGLE_3 | {"draft_vocab_size": VOCABULARY}
+    tokens = tensors.pop("d2t")
     with pytest.raises(ValueError, match="lacks tensor d2t"):
-        load_eagle(
-            write(tmp_path, EAGLE_3, {name: tensor for name, tensor in eagle_3().items() if name != "d2t"}), target
-        )
-    tensors = eagle_3() | {"lm_head.weight": noise(VOCABULARY, WIDTH)}
+        load_eagle(write(tmp_path, EAGLE_3, tensors), target)
+    tensors["lm_head.weight"] = noise(VOCABULARY, WIDTH)
     with pytest.raises(ValueError, match="d2t"):
-        load_eagle(write(tmp_path, EAGLE_3 | {"draft_vocab_size": VOCABULARY}, tensors), target)
-    del tensors["d2t"], tensors["t2d"]
-    head = load_eagle(write(tmp_path, EAGLE_3 | {"draft_vocab_size": VOCABULARY}, tensors), target)
+        load_eagle(write(tmp_path, full, tensors | {"d2t": tokens}), target)
+    del tensors["t2d"]
+    head = load_eagle(write(tmp_path, full, tensors), target)
     assert head.draft_tokens.tolist() == list(range(VOCABULARY))
 
 
 def test_what_cannot_be_read_is_refused(target, tmp_path):
-    with pytest.raises(ValueError, match=r"vocabulary of 95.*96"):
-        load_eagle(write(tmp_path, EAGLE_1 | {"vocab_size": 95}, eagle_1()), target)
-    with pytest.raises(ValueError, match="'dflash'"):
-        load_eagle(write(tmp_path, SPECULATORS | {"speculators_model_type": "dflash"}, speculators()), target)
-    layer = SPECULATORS["transformer_layer_config"]
-    with pytest.raises(ValueError, match="'mistral'"):
-        load_eagle(
-            write(
-                tmp_path, SPECULATORS | {"transformer_layer_config": layer | {"model_type": "mistral"}}, speculators()
-            ),
-            target,
-        )
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load_eagle(tmp_path, target)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"config\.json"):
-        load_eagle(tmp_path, target)
+    mistral = SPECULATORS["transformer_layer_config"] | {"model_type": "mistral"}
+    for fields, tensors, said in (
+        (EAGLE_1 | {"vocab_size": 95}, eagle_1(), r"vocabulary of 95.*96"),
+        (SPECULATORS | {"speculators_model_type": "dflash"}, speculators(), "'dflash'"),
+        (SPECULATORS | {"transformer_layer_config": mistral}, speculators(), "'mistral'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load_eagle(write(tmp_path, fields, tensors), target)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).unlink()
+        with pytest.raises(ValueError, match=name):
+            load_eagle(tmp_path, target)
 
 
 def test_a_pickle_that_holds_more_than_tensors_is_not_run(target, tmp_path):
@@ -308,19 +286,14 @@ def test_a_head_names_its_target_by_no_local_path(target, tmp_path, monkeypatch)
     head = random_head(target, 3)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "below").mkdir(parents=True)
-    for name, written in {
-        "org/model": "org/model",
-        "gpt2": "gpt2",
-        "zoo:target": "zoo:target",
-        zoo.folder("target"): None,
-        "/no/longer/there": None,
-        "./models/a": None,
-        "models/of/mine": None,
-        r"C:\models\a": None,
-        "here/below": None,
-        "": None,
-        None: None,
+    local = [zoo.folder("target"), "/no/longer/there", "./models/a", "models/of/mine", r"C:\models\a", "here/below", ""]
+    for name, is_public in {
+        "org/model": True,
+        "gpt2": True,
+        "zoo:target": True,
+        **dict.fromkeys([*local, None]),
     }.items():
+        written = name if is_public else None
         monkeypatch.setattr(target, "name_or_path", name)
         assert public_name(target) == written, name
         save_eagle(head, tmp_path / "head", "speculators", target)

@@ -254,47 +254,17 @@ def vllm_folder(command: list[str], texts: list[str], ids: list[list[int]], new_
 
 
 def llama_folder(command: list[str], texts: list[str], ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """The same of llama.cpp, by xllamacpp. Options that are not known here are errors."""
+    """The same of llama.cpp, by xllamacpp. Options that `llama_server` does not know are errors."""
     from importlib.metadata import version
 
     import xllamacpp
+    from llama_server import parameters
 
-    def of(kind: Any, prefix: str) -> dict[str, Any]:
-        """The values of an enum by their names on a command line."""
-        names = {
-            name: name.removeprefix(prefix).lower().replace("_", "-") for name in dir(kind) if name.startswith(prefix)
-        }
-        return {short: getattr(kind, name) for name, short in names.items()}
-
-    types = of(xllamacpp.ggml_type, "GGML_TYPE_").__getitem__
-    flash = of(xllamacpp.llama_flash_attn_type, "LLAMA_FLASH_ATTN_TYPE_")
-    methods = of(xllamacpp.common_speculative_type, "COMMON_SPECULATIVE_TYPE_")
-    options = xllamacpp.CommonParams()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        options.port = free.getsockname()[1]
-    options.n_parallel, options.endpoint_metrics, options.hostnames = 1, True, ["127.0.0.1"]
-    options.cpuparams.n_threads = options.cpuparams_batch.n_threads = int(os.environ["OMP_NUM_THREADS"])
-    draft, simple = options.speculative.draft, options.speculative.ngram_simple
-    known = {
-        "--model": (options.model, "path", str),
-        "--spec-draft-model": (draft.mparams, "path", str),
-        "--spec-type": (options.speculative, "types", lambda name: [methods[name]]),
-        "--spec-draft-n-max": (draft, "n_max", int),
-        "--spec-draft-ngl": (draft, "n_gpu_layers", lambda count: -2 if count == "all" else int(count)),
-        "--spec-ngram-simple-size-n": (simple, "size_n", int),
-        "--spec-ngram-simple-size-m": (simple, "size_m", int),
-        "--flash-attn": (options, "flash_attn_type", lambda name: flash[{"on": "enabled", "off": "disabled"}[name]]),
-        "--cache-type-k": (options, "cache_type_k", types),
-        "--cache-type-v": (options, "cache_type_v", types),
-        "--cache-type-k-draft": (draft, "cache_type_k", types),
-        "--cache-type-v-draft": (draft, "cache_type_v", types),
-    }
-    words = [word for word in command[1:] if word != "--offline"]
-    for name, value in zip(words[::2], words[1::2], strict=True):
-        place, field, read = known[name]
-        setattr(place, field, read(value))
-    server = xllamacpp.Server(options)
+        port = free.getsockname()[1]
+    more = f"--host 127.0.0.1 --port {port} --metrics --parallel 1 --threads {os.environ['OMP_NUM_THREADS']}"
+    server = xllamacpp.Server(parameters([*command[1:], *more.split()]))
 
     def asked(path: str, fields: dict[str, Any] | None = None) -> str:
         """The answer of the server; fields are sent as JSON."""

@@ -17,7 +17,7 @@ from ..core.text import Text
 from ..distribution import Distribution
 from ..lengths.base import Length
 from .combined import of_continued
-from .shared.base import Drafting
+from .shared.base import Call, Drafting
 from .shared.trees import continued, first_paths, from_lists, merge, rows_of
 
 FREE = 16  # tokens that may be drafted where the policy's number is no limit of the caller's
@@ -99,6 +99,9 @@ class GuidedDrafting(Drafting):
 
     def parts(self) -> Sequence[Drafting]:
         return [self.drafting]
+
+    def renew(self, text: Text, row: int, call: Call) -> None:
+        self.drafting.renew(text, row, call)
 
     def propose(self, text: Text, budget: int) -> Draft:
         own = min(budget, self.length.given)

@@ -566,6 +566,13 @@ def test_processors_of_libraries(library, shipped):
         assert grammar_of(processor) is None  # it is in use
         text = shipped.tokenizer.decode(plain[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert text.lstrip().startswith("{")
+    texts, call = [torch.tensor(shipped.tokenizer(one).input_ids) for one in PROMPTS], {"max_new_tokens": 64}
+    found = shipped.generate_many(texts, rows=2, do_sample=False, logits_processor=[make()], **call)
+    for answer in found:
+        one = texts[answer.index][None]
+        plain = shipped.target.generate(one, do_sample=False, logits_processor=[make()], **call)
+        assert answer.ids.tolist() == plain[0].tolist()
+    assert shipped.report.accepted > 0
 
 
 def _xgrammar_texts(model, texts, **options):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import gc
 import http.client
 import importlib.util
 import json
@@ -930,6 +932,68 @@ def test_a_full_queue_and_too_many_connections_are_told(model: Any, monkeypatch:
             client.close()
         until(lambda: server.open == 0)
         assert sent(server, "/health", None, "GET")[0] == 200
+
+
+@pytest.mark.parametrize("count", [240, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_flood_with_hostile_clients_loses_nothing(model: Any, count: int) -> None:
+    """Half requests, clients that leave at once or read nothing, and more requests than the queue takes: each proper one gets
+    its text, if need be after a 503 that says when to ask again, and nothing is left of any."""
+    prompts = [model.tokenizer(text).input_ids for text in ("def mean(values):\n", "import os\n", "class Queue:\n")]
+    expected = [model.tokenizer.decode(alone(model, ids, 2), skip_special_tokens=True) for ids in prompts]
+    begun, refused = list[int](), list[int]()
+    bodies = [{"prompt": ids, "max_tokens": 2, "temperature": 0} for ids in prompts]
+
+    def proper(number: int) -> None:
+        body = json.dumps(bodies[number % 3])
+        while True:
+            begun.append(number)
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+            connection.request("POST", "/v1/completions", body)
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+            connection.close()
+            if answer.status == 200:
+                assert found["choices"][0]["text"] == expected[number % 3]
+                return
+            assert answer.status == 503 and answer.headers["Retry-After"] == "1", found
+            refused.append(number)
+            time.sleep(0.01)
+
+    def hostile(number: int) -> None:
+        begun.append(number)
+        long = {**bodies[0], "max_tokens": 400, "stream": True}
+        written = [request(bodies[0])[:-9], b"POST /v1/completions HTTP/1.1\r\n\r\n", request(long), request(long)]
+        client = connected(server, written[number % 4], 2048)
+        if number % 4 == 3:
+            client.recv(1)
+        client.close()
+
+    def client(worker: int) -> None:
+        for number in range(worker, count, 12):
+            (hostile if number % 3 == 0 else proper)(number)
+
+    with served(model, queue=2) as server:
+        entries: list[Any] = server.entries  # type: ignore[attr-defined]
+        for most in (None, 1.0):  # objects that each request leaves, once all is made that is made only once
+            before, known = len(gc.get_objects()), len(begun)
+            assert in_threads(client, 12) == [None] * 12
+            until_open(server, 0)
+            assert server.answers.line.counts == (0, 0)
+            statuses = collections.Counter(entry["status"] for entry in entries)
+            assert statuses[200] >= count * 2 // 3 and statuses[503] >= len(refused) > 0
+            assert statuses.keys() <= {200, 400, 411, 499, 503} and statuses.total() == len(begun) - known
+            entries.clear()
+            refused.clear()
+            gc.collect()
+            assert most is None or len(gc.get_objects()) - before < most * (len(begun) - known)
+
+
+def until_open(server: Server, count: int) -> None:
+    """Wait for so many open connections."""
+    until = time.monotonic() + 60
+    while server.open != count:
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_what_a_server_needs() -> None:

@@ -119,8 +119,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.timer.start()
 
     def handle(self) -> None:
-        with contextlib.suppress(OSError):  # the client has left before it was told what is wrong
+        try:
             super().handle()
+        except OSError as error:  # the client has left before it was told what is wrong
+            if self.path:
+                self._gone(error)
 
     def finish(self) -> None:
         self.timer.cancel()
@@ -196,7 +199,7 @@ class _Handler(BaseHTTPRequestHandler):
                 choices.append({"index": number, **own, **_ending(one)})
             self._send(200, {**about, "choices": choices, **counts}, counts)
         except OSError as error:  # the client has left, or does not take its answer
-            self._log(499, {"error": {"message": str(error) or type(error).__name__}})
+            self._gone(error)
         except ValueError as error:  # of `generate`, too, whose arguments are those of the request
             self._fail(error)
         except Exception as error:
@@ -342,6 +345,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _event(self, text: str) -> None:
         self.connection.settimeout(self.server.takes_in)
         self.wfile.write(b"data: %b\n\n" % text.encode())
+
+    def _gone(self, error: OSError) -> None:
+        self._log(499, {"error": {"message": str(error) or type(error).__name__}})
 
     def _log(self, status: int, about: Mapping[str, Any]) -> None:
         seconds = now() - self.began

@@ -51,7 +51,7 @@ from .engine.prepared import CallSettings
 from .engine.ranks import ranks_of
 from .engine.session import Session
 from .engine.traits import Traits
-from .fast.graphs import Graphs, captures_for, require_mode
+from .fast.graphs import Graphs, require_mode
 from .forwarding import ForwardsToTarget
 from .generation import Generation, read_plainly
 from .loading.backends.quanto import copy_shells
@@ -384,7 +384,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         Returns how many functions of the target are captured.
         """
         device = self.target.device
-        if captures_for(self.fast, device) is not None:
+        if Graphs.may_capture(self.fast, device):
             max_length = min(max_length, Traits.of(self.target).context)
             other, ids = copy.copy(self), few_ids(unwrapped(self.target), _WARM_UP[0]).repeat(rows, 1)
             other._recorded = Recorder()

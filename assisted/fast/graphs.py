@@ -289,6 +289,11 @@ class Graphs(Passes):
             self.buffers = StaticBuffers(cache.empty(), room, self._device)
         return self.buffers
 
+    @staticmethod
+    def may_capture(mode: str, device: torch.device) -> bool:
+        """Whether forward passes are captured on this device; see `captures_for`, which tests replace."""
+        return captures_for(mode, device) is not None
+
     @torch.no_grad()
     def ahead(self, rows: int, longest: int) -> None:
         """Capture the chains that calls with so many rows replay, for texts of up to `longest` tokens: one column, those of a

@@ -108,7 +108,7 @@ class Faulty(Model):
 def test_planted_faults_fail(fault: str, check: str, target: Any, tokenizer: Any, prompts: Any) -> None:
     torch.manual_seed(0)
     drawn = check == "sampled tokens"  # a matter of counts, where one wrong answer shows the others
-    some, settings = (prompts, Settings(5, 30)) if drawn else (prompts[:1], SETTINGS)
+    some, settings = (prompts[:2], Settings(3, 24)) if drawn else (prompts[:1], SETTINGS)
     found = failed(Faulty(target, tokenizer, fault=fault), target, tokenizer, some, settings=settings)
     if fault == "a greedy draft is kept":
         found -= {"log probabilities"}  # of the wrong token

@@ -6,13 +6,13 @@ import copy
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -569,9 +569,7 @@ def test_whoever_lacks_kernels_is_warned_once(setting: str, tmp_path: Path) -> N
         (tmp_path / f"assisted-{os.getuid()}").chmod(0o777)
         (tmp_path / "file").write_text("")
         given = {native.VARIABLE: str(tmp_path / "file" / "folder"), "TMPDIR": str(tmp_path)}
-    environment = {**os.environ, **given}
-    run = subprocess.run([sys.executable, "-c", ALONE], env=environment, capture_output=True, text=True, check=True)
-    reason, told, warned = json.loads(run.stdout.splitlines()[-1])
+    reason, told, warned = json.loads(fresh.run(ALONE, **given).stdout.splitlines()[-1])
     about = [one for one in warned if one.startswith(native.LACKING)]
     if setting == "off":
         assert reason == "ASSISTED_KERNELS is 0" and not about and not any(told)

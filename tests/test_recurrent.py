@@ -527,6 +527,7 @@ def test_a_recurrent_model_drafts(name):
             assert not right or model.report.accepted == model.report.drafted
 
 
+@pytest.mark.documents
 def test_the_table_of_the_docs_is_what_happens():
     page = PAGE.read_text(encoding="utf-8")
     start, stop = section(page)

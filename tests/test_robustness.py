@@ -15,13 +15,7 @@ import pytest
 import torch
 from architectures import REFUSED, VOCABULARY, build, half_right, random_ids
 from pairs import BY_NAME, CALL, assistedly, no_fallback, pair, plainly, prompt, tokenizer
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LlamaModel,
-    PreTrainedModel,
-    TextStreamer,
-)
+from transformers import DynamicCache, GenerationConfig, LlamaModel, PreTrainedModel, TextStreamer
 
 from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram
 from assisted.core import text
@@ -78,12 +72,17 @@ def failing(model: PreTrainedModel, how: Callable[[Any], None], first: int, time
 
 @contextmanager
 def one_warning(match: str) -> Iterator[list[str]]:
+    said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        said: list[str] = []
         yield said
     said += [str(warning.message) for warning in caught]
     assert [match in line for line in said] == [True]
+
+
+def call_of(start: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The greedy call on a batch of `prompt`, by the names that `generate` has."""
+    return CALL | {"inputs": start["ids"], "attention_mask": start["attention_mask"]} | more
 
 
 def state(model: PreTrainedModel) -> dict[str, Any]:
@@ -108,10 +107,8 @@ def contents(cache: DynamicCache) -> list[Any]:
 
 
 FAILURES = {
-    "exception": raises(Broken("no luck")),
-    "out of memory": raises(torch.OutOfMemoryError("no room")),
-    "nan": nan,
-    "one nan": one_nan,
+    **{"exception": raises(Broken("no luck")), "out of memory": raises(torch.OutOfMemoryError("no room"))},
+    **{"nan": nan, "one nan": one_nan},
 }
 
 
@@ -131,11 +128,10 @@ LOCKSTEP = {"logits_processor": [lambda ids, scores: scores - scores[:, :1]]}
 )
 def test_a_draft_that_fails_costs_no_token(how: str, first: int, rows: int, more: dict[str, Any]) -> None:
     _, model = pair()
-    start = prompt(rows)
-    call = CALL | {"attention_mask": start["attention_mask"], "draft_length": "confidence" if rows == 1 else 4}
+    call = call_of(prompt(rows), draft_length="confidence" if rows == 1 else 4, **more)
     with failing(model.drafter.model, FAILURES[how], first), one_warning("Drafting failed"):
-        ours = model.generate(start["ids"], **(call | more))
-    assert ours.tolist() == plainly(**start).tolist()
+        ours = model.generate(**call)
+    assert ours.tolist() == plainly(**prompt(rows)).tolist()
     assert [warning.startswith("Drafting failed") for warning in model.report.warnings] == [True]
     assert model.report.assisted_share < 1
     assert assistedly(**prompt(rows)).tolist() == ours.tolist()  # and the next call drafts again
@@ -148,11 +144,9 @@ NO_ROOM = [torch.OutOfMemoryError("no room"), RuntimeError("[enforce] DefaultCPU
 def test_a_target_without_room_for_a_draft_goes_on_without_drafts(first: int, rows: int, error: Exception) -> None:
     """first: the forward pass that fails, after the prompt's."""
     target, model = pair()
-    start = prompt(rows)
-    expected = plainly(**start).tolist()
-    call = CALL | {"attention_mask": start["attention_mask"], "draft_length": 4}
+    expected = plainly(**prompt(rows)).tolist()
     with failing(target, raises(error), first, 1), one_warning("The target ran out of memory"):
-        ours = model.generate(start["ids"], **call)
+        ours = model.generate(**call_of(prompt(rows), draft_length=4))
     assert ours.tolist() == expected
     assert [warning.startswith("The target ran out of memory") for warning in model.report.warnings] == [True]
     assert assistedly(**prompt(rows)).tolist() == expected  # and the next call drafts again
@@ -181,10 +175,7 @@ def test_slots_that_cannot_double_grow_by_what_is_needed(monkeypatch: pytest.Mon
 
 def test_a_target_that_has_no_room_for_a_token_says_so() -> None:
     target, model = pair()
-    with (
-        failing(target, raises(torch.OutOfMemoryError("no room")), 2),
-        pytest.raises(torch.OutOfMemoryError, match="no room"),
-    ):
+    with failing(target, raises(NO_ROOM[0]), 2), pytest.raises(torch.OutOfMemoryError, match="no room"):
         model.generate(prompt()["ids"], **CALL)
 
 
@@ -196,8 +187,7 @@ def test_a_target_that_has_no_room_for_a_token_says_so() -> None:
 )
 def test_what_propagates_leaves_everything_as_it_was(which: str, error: BaseException, first: int, rows: int) -> None:
     target, model = pair()
-    draft = model.drafter.model
-    start = prompt(rows)
+    draft, start = model.drafter.model, prompt(rows)
     cache, config = DynamicCache(config=target.config), GenerationConfig(**CALL, repetition_penalty=1.1)
     plainly(**start, past_key_values=cache, max_new_tokens=1)
     longer = torch.cat([start["ids"], start["ids"][:, -3:]], 1)
@@ -253,11 +243,9 @@ def test_no_room_for_a_token_is_refused_as_by_plain(length: dict[str, Any]) -> N
 @pytest.mark.parametrize("rows", ROWS)
 def test_one_token_needs_no_draft(rows: int, length: dict[str, Any]) -> None:
     _, model = pair()
-    start = prompt(rows)
-    plain = plainly(**start, **length)
     with no_fallback():
-        ours = model.generate(start["ids"], attention_mask=start["attention_mask"], **(CALL | length))
-    assert ours.tolist() == plain.tolist()
+        ours = model.generate(**call_of(prompt(rows), **length))
+    assert ours.tolist() == plainly(**prompt(rows), **length).tolist()
     assert (model.report.new_tokens, model.report.drafted, model.report.target_passes) == (rows, 0, 0)
 
 
@@ -269,42 +257,32 @@ HUGE = [
 ]
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "streamed": {"streamer": TextStreamer(tokenizer(VOCABULARY))},
+    "in lockstep": {"logits_processor": [lambda ids, scores: scores + 1]},
+    "static": {"cache_implementation": "static"},
+}
+
+
 @pytest.mark.parametrize(
-    ("draft", "length", "rows"),
+    ("how", "length", "rows"),
     [
         *(("model", length, ROWS[number % 2]) for number, length in enumerate(HUGE)),
         *zip(("suffix", "recycle", "early-exit:1"), HUGE, (4, 1, 4), strict=False),
+        *((how, HUGE[number % 2], 1 if how == "streamed" else 4) for number, how in enumerate(WAYS)),
     ],
     ids=str,
 )
-def test_limits_that_no_memory_holds(draft: str, rows: int, length: dict[str, Any]) -> None:
+def test_limits_that_no_memory_holds(how: str, rows: int, length: dict[str, Any]) -> None:
+    """how: a draft, or a way to call."""
     target, model = pair()
-    if draft != "model":
-        model = AssistedModelForCausalLM.from_models(target, draft=draft)
+    if how != "model" and how not in WAYS:
+        model = AssistedModelForCausalLM.from_models(target, draft=how)
     start = prompt(rows)
     end = {"eos_token_id": sorted(plainly(**start)[:, 20:].flatten().tolist())[::3]}
     with no_fallback():
-        ours = model.generate(
-            start["ids"], attention_mask=start["attention_mask"], draft_length=4, **(CALL | end | length)
-        )
+        ours = model.generate(**call_of(start, draft_length=4, **end, **WAYS.get(how, {}), **length))
     assert ours.tolist() == plainly(**start, **end, **length).tolist()
-
-
-@pytest.mark.parametrize("how", ["streamed", "in lockstep", "static"])
-@pytest.mark.parametrize("length", HUGE[:2], ids=str)
-def test_limits_that_no_memory_holds_in_other_ways(length: dict[str, Any], how: str) -> None:
-    start, end = prompt(1 if how == "streamed" else 4), {"eos_token_id": list(range(5, 40))}
-    ways: dict[str, Any] = {
-        "streamed": {"streamer": TextStreamer(tokenizer(VOCABULARY))},
-        "in lockstep": {"logits_processor": [lambda ids, scores: scores + 1]},
-        "static": {"cache_implementation": "static"},
-    }
-    expected = plainly(**start, **end)
-    with no_fallback():
-        ours = pair()[1].generate(
-            start["ids"], attention_mask=start["attention_mask"], **(CALL | end | ways[how] | length)
-        )
-    assert ours.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("length", [{"max_new_tokens": 7.5}, {"max_new_tokens": None, "max_length": 19.0}], ids=str)
@@ -314,14 +292,12 @@ def test_limits_that_are_no_whole_numbers(rows: int, length: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("rows", "processors"),
-    [(1, None), (4, None), (4, [lambda ids, scores: scores + 1])],
-    ids=["one", "many", "lockstep"],
+    ("rows", "more"), [(1, {}), (4, {}), (4, WAYS["in lockstep"])], ids=["one", "many", "lockstep"]
 )
-def test_a_text_that_outgrows_its_memory(rows: int, processors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_outgrows_its_memory(rows: int, more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_GROWTH", 1)
-    call = {"logits_processor": processors, "max_new_tokens": 60}
-    assert assistedly(**prompt(rows, 3), **call).tolist() == plainly(**prompt(rows, 3), **call).tolist()
+    call = {**prompt(rows, 3), **more, "max_new_tokens": 60}
+    assert assistedly(**call).tolist() == plainly(**call).tolist()
 
 
 @pytest.fixture(scope="module", params=["gpt2", "llama"])
@@ -352,41 +328,30 @@ def test_text_that_reaches_the_end_of_the_context(
 ) -> None:
     """The last tokens that fit are drafted, too, and no draft reaches beyond."""
     name, model = short
-    start = prompt(rows, CONTEXT - 12)
-    call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": new_tokens, "draft_length": 6}
-    if name == "gpt2":
+    call = call_of(prompt(rows, CONTEXT - 12), max_new_tokens=new_tokens)
+    if name == "gpt2" and new_tokens == 30:  # it keeps rows in lockstep
         call["stopping_criteria"] = [lambda ids, scores: torch.full((len(ids),), ids.shape[1] > CONTEXT)]
-        if new_tokens < 30:  # without it, rows are not kept in lockstep
-            del call["stopping_criteria"]
     with no_fallback():
-        ours = model.generate(start["ids"], **call)
-    call.pop("draft_length")
-    assert ours.tolist() == model.target.generate(start["ids"], **call).tolist()
+        ours = model.generate(draft_length=6, **call)
+    assert ours.tolist() == model.target.generate(**call).tolist()
     assert model.report.accepted > 0
 
 
-@pytest.mark.parametrize(
-    "new_tokens",
-    [
-        20,
-        pytest.param(
-            21,
-            marks=pytest.mark.xfail(
-                strict=True, raises=RuntimeError, reason="a row in the last slot leaves none to those behind it"
-            ),
-        ),
-    ],
+ENDS_FIRST = pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="a row in the last slot leaves none to those behind it"
 )
+
+
+@pytest.mark.parametrize("new_tokens", [20, pytest.param(21, marks=ENDS_FIRST)])
 @pytest.mark.parametrize(("name", "field"), [("gpt_neo", "max_position_embeddings"), ("mpt", "max_seq_len")])
 def test_slots_that_end_where_the_context_ends(name: str, field: str, new_tokens: int) -> None:
     """These models align their rows, and a row that has ended lies in the last slot while the others go on."""
     target = build(BY_NAME[name], **{field: CONTEXT})
     model = AssistedModelForCausalLM.from_models(target, draft=half_right(target), draft_length=4)
-    start = prompt(4)
-    call = CALL | {"attention_mask": start["attention_mask"], "max_new_tokens": new_tokens, "use_cache": True}
-    plain = target.generate(start["ids"], **call)
+    call = call_of(prompt(4), max_new_tokens=new_tokens, use_cache=True)
+    plain = target.generate(**call)
     with no_fallback():
-        ours = model.generate(start["ids"], draft_length=6, **call)
+        ours = model.generate(draft_length=6, **call)
     assert ours.tolist() == plain.tolist()
     assert model.report.accepted > 0
 
@@ -432,9 +397,6 @@ def test_impossible_draft_lengths_are_refused(length: Any) -> None:
         {"prompt_lookup_num_tokens": 3, "num_assistant_tokens": 3},
         {"prompt_lookup_num_tokens": 3, "assistant_model": "the draft"},
         {"draft_length": 3, "num_assistant_tokens": 3},
-        {"assistant_ensemble_weight": 0.5},
-        {"max_matching_ngram_size": 2},
-        {"use_mtp": True},
         {"custom_generate": lambda *args, **kwargs: None},
         {"synced_gpus": True},
         {"draft_lenght": 3},
@@ -450,22 +412,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(mode: dict[str, Any]) -> Non
     assert assistedly(**prompt()).tolist() == plainly(**prompt()).tolist()
 
 
-OTHER_WAYS = [
-    {"prompt_lookup_num_tokens": 3},
-    {"assistant_early_exit": 1},
-    {"use_mtp": True},
-]
+OTHER_WAYS = [{"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}, {"use_mtp": True}]
 
 
 @pytest.mark.parametrize(
     "mode",
     [
         *OTHER_WAYS[1:],
-        {"prompt_lookup_num_tokens": 0},
-        {"num_assistant_tokens": -1},
-        {"assistant_lookbehind": 5},
-        {"assistant_ensemble_weight": 0.5},
-        {"max_matching_ngram_size": 2},
+        *({"prompt_lookup_num_tokens": 0}, {"num_assistant_tokens": -1}, {"assistant_lookbehind": 5}),
+        *({"assistant_ensemble_weight": 0.5}, {"max_matching_ngram_size": 2}),
     ],
     ids=str,
 )
@@ -512,16 +467,14 @@ def test_settings_of_transformers_choose_the_nearest_of_ours(settings: Any, leng
 
 def test_an_assistant_of_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Drafts in place of the pair's draft, is prepared once, and counts in the totals; the pair's own one is recognized."""
-    target = build(BY_NAME["llama"])
+    target, made = build(BY_NAME["llama"]), []
     model = AssistedModelForCausalLM.from_models(target, draft=pair()[1].drafter.model, draft_length=4)
-    assistant = half_right(target)
-    made = []
-    monkeypatch.setattr(
-        DraftModel, "load", lambda *args, load=DraftModel.load, **kw: (made.append(1), load(*args, **kw))[1]
-    )
-    assistant.save_pretrained(tmp_path / "assistant")
+    assistant, folder = half_right(target), str(tmp_path / "assistant")
+    load = DraftModel.load
+    monkeypatch.setattr(DraftModel, "load", lambda *args, **kw: (made.append(1), load(*args, **kw))[1])
+    assistant.save_pretrained(folder)
     rounds: list[Any] = []
-    for given, times in ((assistant, 1), (str(tmp_path / "assistant"), 2), (model.drafter.model, 2)):
+    for given, times in ((assistant, 1), (folder, 2), (model.drafter.model, 2)):
         model.reset_totals()
         model.watch = lambda round: rounds.append(round) if model.running.drafted else None
         for _ in range(2):
@@ -530,11 +483,9 @@ def test_an_assistant_of_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
                 ours = model.generate(prompt()["ids"], **CALL, assistant_model=given)
             assert ours.tolist() == plainly(**prompt()).tolist()
             assert len(made) == times
-            assert (
-                model.report.drafted > 0 and sum(map(sum, (round.drafted for round in rounds))) == model.report.drafted
-            )
+            assert sum(map(sum, (round.drafted for round in rounds))) == model.report.drafted > 0
         assert model.totals.drafted == 2 * model.report.drafted
-        name = {1: "LlamaForCausalLM", 2: str(tmp_path / "assistant")}[times]
+        name = {1: "LlamaForCausalLM", 2: folder}[times]
         assert model.report.draft == (None if given is model.drafter.model else name)
         assert ("drafted by" in str(model.report)) == (model.report.draft is not None)
     assert len(model.other_pairs) == 2
@@ -607,12 +558,9 @@ def test_plain_decoding_on_request() -> None:
 @pytest.mark.parametrize(
     "mode",
     [
-        {"num_beams": 2},
-        {"num_beams": 3, "num_return_sequences": 2},
+        *({"num_beams": 2}, {"num_beams": 3, "num_return_sequences": 2}, {"use_cache": False}),
+        *({name: True, "return_dict_in_generate": True} for name in ("output_hidden_states", "output_attentions")),
         {"num_beams": 2, "return_dict_in_generate": True, "output_scores": True},
-        {"use_cache": False},
-        {"output_hidden_states": True, "return_dict_in_generate": True},
-        {"output_attentions": True, "return_dict_in_generate": True},
     ],
     ids=lambda mode: "-".join(map(str, mode)),
 )
@@ -637,21 +585,14 @@ def test_hidden_states_without_a_place_for_them_are_no_reason_to_decode_plainly(
 # --- models that do not fit
 
 
-@pytest.mark.parametrize("architecture", REFUSED, ids=lambda architecture: architecture.name)
-def test_states_that_cannot_take_tokens_back_are_refused(architecture: Any) -> None:
-    recurrent, (target, _) = build(architecture), pair()
-    with pytest.raises(ValueError, match=r"target: .*cannot take back"):
-        AssistedModelForCausalLM.from_models(recurrent, draft=target)
-    with pytest.raises(ValueError, match=r"draft: .*cannot take back"):
-        AssistedModelForCausalLM.from_models(target, draft=recurrent)
-
-
-def test_models_without_a_head_are_refused() -> None:
+@pytest.mark.parametrize("unfit", [*REFUSED, LlamaModel], ids=lambda one: getattr(one, "name", "without a head"))
+def test_models_that_do_not_fit_are_refused(unfit: Any) -> None:
+    """Their states cannot take tokens back, or they have no head."""
     target, _ = pair()
-    other = LlamaModel(target.config)
-    with pytest.raises(ValueError, match=r"target: .*head"):
+    other, why = (LlamaModel(target.config), "head") if unfit is LlamaModel else (build(unfit), "cannot take back")
+    with pytest.raises(ValueError, match=rf"target: .*{why}"):
         AssistedModelForCausalLM.from_models(other, draft=target)
-    with pytest.raises(ValueError, match=r"draft: .*head"):
+    with pytest.raises(ValueError, match=rf"draft: .*{why}"):
         AssistedModelForCausalLM.from_models(target, draft=other)
 
 
@@ -661,11 +602,9 @@ def resized(entries: int) -> PreTrainedModel:
 
 @pytest.mark.parametrize("entries", [VOCABULARY, VOCABULARY - 8, VOCABULARY + 8])
 def test_tokens_of_other_characters_are_refused(entries: int) -> None:
-    other = tokenizer(first="À", special=("[PAD]", "[BOS]", "[EOS]"))
+    words = {"tokenizer": tokenizer(), "draft_tokenizer": tokenizer(first="À", special=("[PAD]", "[BOS]", "[EOS]"))}
     with pytest.raises(ValueError, match=r"draft: .*shares no token"):
-        AssistedModelForCausalLM.from_models(
-            pair()[0], draft=resized(entries), tokenizer=tokenizer(), draft_tokenizer=other
-        )
+        AssistedModelForCausalLM.from_models(pair()[0], draft=resized(entries), **words)
 
 
 @pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer()}, {"draft_tokenizer": tokenizer()}], ids=str)
@@ -678,20 +617,11 @@ def test_a_tokenizer_that_is_needed_is_named(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("draft", "error"),
     [
-        ("early-exit:99", ValueError),
-        ("self:bogus", ValueError),
-        ("zoo:nobody", ValueError),
-        (42, TypeError),
-        (True, TypeError),
-        ("", ValueError),
-        (" ", ValueError),
+        *((one, ValueError) for one in ("early-exit:99", "self:bogus", "zoo:nobody", "", " ")),
+        *((one, ValueError) for one in ([], ["suffix"], ["suffix", ""])),
+        *((one, TypeError) for one in (42, True)),
+        *((f"{method}/no/such/folder", OSError) for method in ("", "eagle:", "medusa:.")),
         (DraftModel(Path("no/where")), OSError),
-        ([], ValueError),
-        (["suffix"], ValueError),
-        (["suffix", ""], ValueError),
-        ("/no/such/folder", OSError),
-        ("eagle:/no/such/folder", OSError),
-        ("medusa:./no/such/folder", OSError),
     ],
     ids=str,
 )
@@ -772,20 +702,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target, a draft, a draft with another tokenizer of the same size; an empty folder and one without a tokenizer."""
     root = tmp_path_factory.mktemp("models")
     target, model = pair()
-    contents = {
+    saved = {
         "target": (target, tokenizer()),
         "draft": (model.drafter.model, tokenizer()),
         "other-tokenizer": (model.drafter.model, tokenizer(first="$")),
-        "larger": (resized(VOCABULARY + 8), None),
-        "empty": (None, None),
+        "larger": (resized(VOCABULARY + 8),),
+        "empty": (),
     }
-    for name, (weights, words) in contents.items():
+    for name, parts in saved.items():
         (root / name).mkdir()
-        if weights is not None:
-            weights.save_pretrained(root / name)
-        if words is not None:
-            words.save_pretrained(root / name)
-    return {name: root / name for name in (*contents, "missing")}
+        for part in parts:
+            part.save_pretrained(root / name)
+    return {name: root / name for name in (*saved, "missing")}
 
 
 @pytest.mark.parametrize("wrong", ["missing", "empty"])

@@ -347,9 +347,8 @@ def copy_columns(source: SlotCache, row: int, target: SlotCache, to: int, first:
     at, place, end = source.order.index(row), target.order.index(to), source.lengths[row] if end is None else end
     target.limit = max(target.limit, end)
     for index, layer in enumerate(source.layers):
-        if (
-            isinstance(layer, SlotLayer) and layer.is_initialized
-        ):  # others share another layer's keys, or have states alone
+        # others share another layer's keys, or have states alone
+        if isinstance(layer, SlotLayer) and layer.is_initialized:
             target.layer(index).make_room(end, layer.keys, layer.values)
             for held, store in zip(_stores(target.layer(index)), _stores(layer), strict=True):
                 held[place, :, first:end] = store[at, :, first:end]

@@ -159,9 +159,7 @@ class Batch:
         self.free = list(range(rows))
         self.reading: list[Reading] = []
         self.begun: dict[int, Reading] = {}  # by row, the prompt that it holds, also after the end of its text
-        self.shares = (
-            chunk is None or self.pool is not None
-        )  # whether a prompt may begin with what another one has read
+        self.shares = chunk is None or self.pool is not None  # prompts take over what others have read
         self.waits: Callable[[], bool] = lambda: False
         self.distribution = OfRows([None] * rows)
         self.text = text = Rows(

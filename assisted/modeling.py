@@ -334,7 +334,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
         asks = self.settings.of_call(draft_length, assisted, lossy_typical, sessions, kwargs.get(CACHE))
-        recorder = Recorder(self.watch, started=now(), draft=asks.named)
+        started = now()
+        recorder = Recorder(self.watch, started=started, draft=asks.named)
         settings = CallSettings(asks.fast, asks.exact is not None, ranks=ranks_of(self.target, *self.drafter.modules))
         assisted = asks.verifies
         if not assisted:
@@ -345,7 +346,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         lengths_of_call = CallLengths(self, asks.draft_length, settings.ranks)
-        with going_on(self.target, prompt, generation_config, self.generation_config, kwargs, settings, asks.drafts):
+        with (
+            self.graphs.turn(asks.fast if assisted else "eager", self.target.device) as waited,
+            going_on(self.target, prompt, generation_config, self.generation_config, kwargs, settings, asks.drafts),
+        ):
+            recorder.started = started + waited
             if assisted:
                 call = Generation(self, lengths_of_call.start, self._warn_ignored, recorder, settings, asks)
                 self._running = recorder

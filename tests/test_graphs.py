@@ -599,13 +599,18 @@ def test_one_call_at_a_time_has_the_captures():
 
 
 def test_threads_get_the_right_tokens():
+    """And each of their forward passes is replayed, as in one call after the other."""
     target, model = pair()
     prompts = [random_ids(target, 1, 12, seed=seed) for seed in range(4)]
     plain = [target.generate(ids, **CALL).tolist() for ids in prompts]
-    found = [None] * 4
+    found, counts = [None] * 4, [model.graphs.replays]
+    for _ in range(2):
+        for ids in prompts:
+            model.generate(ids, **CALL)
+        counts.append(model.graphs.replays)
 
     def work(number):
-        for _ in range(3):
+        for _ in range(2):
             found[number] = model.generate(prompts[number], **CALL).tolist()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -614,6 +619,7 @@ def test_threads_get_the_right_tokens():
     for thread in threads:
         thread.join()
     assert found == plain
+    assert model.graphs.replays - counts[2] == 2 * (counts[2] - counts[1]) > 0
 
 
 def test_a_call_that_fails_gives_the_captures_back():

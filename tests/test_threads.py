@@ -10,7 +10,7 @@ from architectures import build, half_right, random_ids
 from covering import first_of_kinds, in_turns, only
 from methods import METHODS, Method
 from pairs import BY_NAME, CALL, no_fallback, said_by, tokenizer
-from transformers import TextIteratorStreamer
+from transformers import StoppingCriteria, TextIteratorStreamer
 
 from assisted import AssistedModelForCausalLM, Combined, Suffix
 from assisted.core.drafts import DraftingStopped
@@ -142,6 +142,13 @@ class Stops:
         pass
 
 
+class Fails(StoppingCriteria):
+    """A criterion that fails in the answer."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        raise KeyError
+
+
 @pytest.mark.parametrize("method", SOME, ids=lambda m: m.name)
 def test_a_thread_that_is_stopped_stops_alone(method):
     target = build(BY_NAME["llama"])
@@ -157,6 +164,32 @@ def test_a_thread_that_is_stopped_stops_alone(method):
     found = in_threads(work)
     assert isinstance(found[0], Stopped) and found[1:] == plain[1:]
     assert model.generate(prompts[0], **CALL).tolist() == plain[0]
+
+
+def test_drafts_lengths_and_failures_of_each_thread_are_its_own():
+    """Pairs of one target, one of which is interrupted, while a call of another has a wrong argument and one fails later."""
+    target, drafts = build(BY_NAME["llama"]), {method.name: method.draft for method in SOME}
+    models = [AssistedModelForCausalLM.from_models(target, draft(target)) for draft in drafts.values()]
+    prompts = [random_ids(target, 1, 5 + 9 * number, seed=number) for number in range(THREADS)]
+    plain = [said_by(target, ids, **CALL | {"max_new_tokens": 12 + 9 * at}).tolist() for at, ids in enumerate(prompts)]
+    failures = {
+        0: ({"streamer": Stops}, Stopped),
+        1: ({"max_new_tokens": lambda: -3}, ValueError),
+        2: ({"stopping_criteria": lambda: [Fails()]}, KeyError),
+    }
+
+    def work(number):
+        texts, call = [], CALL | {"max_new_tokens": 12 + 9 * number, "draft_length": (None, 3)[number % 2]}
+        for _ in range(TURNS):
+            wrong, kind = failures.get(number, ({}, ()))
+            if wrong:
+                with pytest.raises(kind):
+                    models[number].generate(prompts[number], **call | {name: make() for name, make in wrong.items()})
+            texts.append(models[number].generate(prompts[number], **call).tolist())
+            texts.append(models[3].generate(prompts[number], **call).tolist())
+        return texts
+
+    assert in_threads(work) == [[text] * (2 * TURNS) for text in plain]
 
 
 def test_what_is_learned_may_be_read_meanwhile():

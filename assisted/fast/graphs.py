@@ -12,8 +12,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -104,7 +104,7 @@ class Graphs(Passes):
         self._frozen: dict[Hashable, bool] = {}  # whether weights are constants of code, by kind of runner
         self._uncapturable: set[Hashable] = set()  # functions of `compute`
         self._made_from: tuple[Any, Source] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._turn = threading.Lock(), threading.RLock()
         self._settings: CallSettings | None = None  # of the call that replays
         self._name = ""  # of the model, for its report
         self._device = torch.device("cpu")  # of that call
@@ -293,6 +293,16 @@ class Graphs(Passes):
     def may_capture(mode: str, device: torch.device) -> bool:
         """Whether forward passes are captured on this device; see `captures_for`, which tests replace."""
         return captures_for(mode, device) is not None
+
+    @contextmanager
+    def turn(self, mode: str, device: torch.device) -> Iterator[float]:
+        """A context in which no `generate` of another thread replays captured passes; seconds that it was waited for.
+
+        Only one call can replay them. A second one would run eagerly, later than if it had waited.
+        """
+        started = now()
+        with self._turn if self.may_capture(mode, device) else nullcontext():
+            yield now() - started
 
     @torch.no_grad()
     def ahead(self, rows: int, longest: int) -> None:

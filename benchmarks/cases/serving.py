@@ -179,6 +179,7 @@ def measure(args):
     document = at_length(read(["code"], pair.tokenizer, 1), pair.tokenizer, args.document)[0].ids[0]
     about_it = f"Answer from this:\n{pair.tokenizer.decode(document)}"
     numbers, endless, cells = itertools.count(1000), itertools.cycle(questions), {}
+    found = {"about": about(pair, args, rows=args.rows, document=args.document), "versions": versions_of(args)}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers, left_out = start(args, pair, folder, stack, numbers)
         for clients in [*args.clients, SHARED] * args.repeats:
@@ -190,8 +191,9 @@ def measure(args):
                 cell = cells.setdefault(f"{clients} {name}", {"clients": clients, "server": name, "runs": []})
                 with server:
                     cell["runs"].append(run(server, asked, args.new_tokens, draft))
-    its = about(pair, args, rows=args.rows, document=args.document)
-    return {"about": its, "versions": versions_of(args), "left_out": left_out, "cells": list(cells.values())}
+            found |= {"left_out": left_out, "cells": list(cells.values())}
+            args.save(found)  # also of a measurement that is stopped
+    return found
 
 
 def versions_of(args):

@@ -972,7 +972,7 @@ def test_a_flood_with_hostile_clients_loses_nothing(model: Any, count: int) -> N
         for number in range(worker, count, 12):
             (hostile if number % 3 == 0 else proper)(number)
 
-    with served(model, queue=2) as server:
+    with served({"target": model}, queue=2) as server:
         entries: list[Any] = server.entries  # type: ignore[attr-defined]
         for most in (None, 1.0):  # objects that each request leaves, once all is made that is made only once
             before, known = len(gc.get_objects()), len(begun)

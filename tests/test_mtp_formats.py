@@ -25,38 +25,20 @@ from assisted.methods.shared import files as head_files
 
 H, E = 32, 3
 SIZES = {
-    "vocab_size": 40,
-    "hidden_size": H,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    **{"vocab_size": 40, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
 }
 MLA = {
-    "q_lora_rank": 12,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 8,
+    **{"q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8},
     "num_key_value_heads": 4,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
-ROUTED = {
-    **EXPERTS,
-    "n_routed_experts": E,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+ROUTED = {**EXPERTS, **ONE_GROUP, "n_routed_experts": E, "n_shared_experts": 1, "first_k_dense_replace": 1}
 INDEXED = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 HYBRID = {
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    **{"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 SHARED = {**EXPERTS, "num_experts": E, "shared_expert_intermediate_size": 24}
 SPARSE = {"mlp_layer_types": ["dense"] + ["sparse"] * 3}
@@ -89,7 +71,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, str]]]
     "exaone 4.5": ("exaone4", {}, QWEN, {}),
     "exaone experts": (
         "exaone_moe",
-        {**EXPERTS, **SPARSE, "num_experts": E, "num_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        {**EXPERTS, **SPARSE, **ONE_GROUP, "num_experts": E, "num_shared_experts": 1},
         QWEN,
         {"mlp.gate.e_score": "mlp.e_score"},
     ),
@@ -103,11 +85,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, str]]]
         "hy_v3",
         {**EXPERTS, **SPARSE, "num_experts": E, "num_shared_experts": 1, "eos_token_id": None},
         HY,
-        {
-            "mlp.gate.": "mlp.router.gate.",
-            "mlp.e_score_correction": "mlp.expert",
-            "mlp.shared_experts": "mlp.shared_mlp",
-        },
+        {"mlp.gate.": "mlp.router.gate.", "mlp.e_score_correction": "mlp.expert"}
+        | {"mlp.shared_experts": "mlp.shared_mlp"},
     ),
     "mimo": ("mimo", {}, MIMO, {}),
     "ernie": ("ernie4_5", {}, ERNIE, {}),
@@ -344,7 +323,7 @@ def test_the_text_config_of_a_vision_model(outer, family, tmp_path):
 
 def squares(shape: torch.Size, scale: torch.Tensor) -> torch.Tensor:
     """Each number's scale, looked up one by one."""
-    return torch.stack([torch.stack([scale[i // 128, j // 128] for j in range(shape[1])]) for i in range(shape[0])])
+    return torch.tensor([[scale[i // 128, j // 128] for j in range(shape[1])] for i in range(shape[0])])
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
@@ -357,9 +336,8 @@ def test_fp8_is_read_in_the_dtype_of_the_config(family, tmp_path, monkeypatch):
         if tensor.dim() == 2 and "norm" not in name and "fc" not in name and "gate.weight" not in name:
             rows, columns = (-(-size // 128) for size in tensor.shape)
             tensors[name] = tensor.float().to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = (
-                torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.5
-            )
+            draw = torch.Generator().manual_seed(rows)
+            tensors[f"{name}_scale_inv"] = torch.rand(rows, columns, generator=draw) + 0.5
         else:
             tensors[name] = tensor
     assert any(tuple(t.shape) == (2, 1) for name, t in tensors.items() if name.endswith("_scale_inv"))
@@ -376,10 +354,9 @@ def test_fp8_is_read_in_the_dtype_of_the_config(family, tmp_path, monkeypatch):
         [layer] = read_mtp(folder, config)
         require_equal(layer, read_mtp(write(tmp_path / "plain", by_hand), config)[0])
     name = next(name for name in tensors if name.endswith("o_proj.weight"))
-    with pytest.raises(
-        ValueError, match=rf"{re.escape(name)} in torch.float8_e4m3fn without its scales.*mtp:ORIGINAL_ID"
-    ):
-        read_mtp(write(tmp_path, {n: t for n, t in tensors.items() if n != f"{name}_scale_inv"}), config)
+    less = {n: t for n, t in tensors.items() if n != f"{name}_scale_inv"}
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} in \S+e4m3fn without its scales.*mtp:ORIGINAL_ID"):
+        read_mtp(write(tmp_path, less), config)
     with pytest.raises(ValueError, match=rf"{re.escape(name)}_scale_inv of shape \[3, 3\]"):
         read_mtp(write(tmp_path, tensors | {f"{name}_scale_inv": torch.ones(3, 3)}), config)
 
@@ -452,12 +429,8 @@ def gptq(rows: int, columns: int) -> Packed:
 def gptq_v2_in_any_order(rows: int, columns: int) -> Packed:
     q, z, s, _ = fours(rows, columns)
     index = torch.randperm(columns, generator=RANDOM) // 16
-    stored = {
-        "qweight": words(q).T.contiguous(),
-        "qzeros": words(z.T),
-        "scales": s.T.contiguous(),
-        "g_idx": index.int(),
-    }
+    stored = {"qweight": words(q).T.contiguous(), "qzeros": words(z.T), "scales": s.T.contiguous()}
+    stored["g_idx"] = index.int()
     return (q - z[:, index]) * s[:, index], stored, {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 
 
@@ -501,13 +474,8 @@ def nvfp4(rows: int, columns: int) -> Packed:
 def nvfp4_of_modelopt(rows: int, columns: int) -> Packed:
     values, packed = fp4(rows, columns)
     s = (torch.rand(rows, columns // 16, generator=RANDOM) + 0.5).to(torch.float8_e4m3fn)
-    stored = {
-        "weight": packed,
-        "weight_scale": s,
-        "weight_scale_2": torch.tensor(0.125),
-        "input_scale": torch.tensor(2.0),
-    }
-    return values * s.float().repeat_interleave(16, 1) / 8, stored, {}
+    stored = {"weight": packed, "weight_scale": s, "weight_scale_2": torch.tensor(0.125)}
+    return values * s.float().repeat_interleave(16, 1) / 8, stored | {"input_scale": torch.tensor(2.0)}, {}
 
 
 def mxfp4(rows: int, columns: int) -> Packed:
@@ -518,16 +486,8 @@ def mxfp4(rows: int, columns: int) -> Packed:
 
 
 FORMATS = (
-    *(
-        pack_quantized,
-        pack_quantized_with_zeros,
-        pack_quantized_in_any_order,
-        awq,
-        gptq,
-        gptq_v2_in_any_order,
-        auto_round,
-    ),
-    *(eight_bits, fp8_of_a_tensor, mxfp8, nvfp4, nvfp4_of_modelopt, mxfp4),
+    *(pack_quantized, pack_quantized_with_zeros, pack_quantized_in_any_order, awq, gptq, gptq_v2_in_any_order),
+    *(auto_round, eight_bits, fp8_of_a_tensor, mxfp8, nvfp4, nvfp4_of_modelopt, mxfp4),
 )
 
 
@@ -677,13 +637,8 @@ def test_the_headers_of_a_hub_id_follow_the_index(tmp_path, monkeypatch):
         index.unlink(missing_ok=True)
 
 
-GGUF = {
-    "qwen3_5": "qwen35",
-    "qwen3_5 experts": "qwen35moe",
-    "qwen3_next": "qwen3next",
-    "glm4_moe": "glm4moe",
-    "glm4_moe_lite": "deepseek2",
-}
+GGUF = {"qwen3_5": "qwen35", "qwen3_5 experts": "qwen35moe", "qwen3_next": "qwen3next", "glm4_moe": "glm4moe"}
+GGUF |= {"glm4_moe_lite": "deepseek2"}
 
 
 @pytest.mark.parametrize("family", GGUF)
@@ -715,9 +670,8 @@ def test_gguf_files(family, tmp_path):
             assert torch.allclose(layer[name].float(), tensor.float(), atol=1e-6), name
     assert stored_mtp(file, config) == (1, sum(tensor.numel() for tensor in tensors.values()))
     assert why_no_mtp(file, config) is None
-    less = {
-        name: tensor for name, tensor in tensors.items() if not name.endswith(("mtp.norm.weight", "d_head.norm.weight"))
-    }
+    ends = ("mtp.norm.weight", "d_head.norm.weight")
+    less = {name: tensor for name, tensor in tensors.items() if not name.endswith(ends)}
     for how, said in (
         ({"tensors": less}, "lacks tensor blk.4.nextn.shared_head_norm.weight"),
         ({"blk.4.attn_sinks.weight": noise(4)}, "unknown tensor blk.4.attn_sinks.weight"),

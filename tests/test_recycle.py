@@ -161,9 +161,9 @@ def test_trees_in_step_follow_the_targets_distribution():
     model = AssistedModelForCausalLM.from_models(target, draft=TokenRecycling(nodes=6), draft_length=2)
     kwargs = {"top_k": 0, "logits_processor": LogitsProcessorList([Doubled()])}
     torch.manual_seed(3)
-    many = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": 2}
-    drawn = torch.cat([model.generate(PROMPT, **many, **kwargs) for _ in range(1000)])
-    assert model.totals.accepted > 0
+    many = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "num_return_sequences": 4}
+    drawn = torch.cat([model.generate(PROMPT, **many, **kwargs) for _ in range(500)])
+    assert model.totals.accepted > 200
     assert p_value(counts(drawn), exact_distribution(target, **kwargs)) > ALPHA
 
 

@@ -210,6 +210,12 @@ def test_rotary_scaling_that_transformers_does_not_read(scaling: str, tmp_path: 
         ),
         ("llama", {}, {"blk.0.attn_q.bias": [0.0] * 64}, {"attention_bias": True}),
         (
+            "gpt-oss",
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 4096},
+            {},
+            {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+        ),
+        (
             "phi3",
             {"rope.dimension_count": 12, "rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.5},
             {"rope_factors_long.weight": [4.0] * 6, "rope_factors_short.weight": [1.0] * 6},
@@ -238,6 +244,11 @@ def test_metadata_that_transformers_does_not_read(
     [
         ({"expert_count": 8}, {}, "a mixture of 8 experts"),
         ({"rope.scaling.type": "other"}, {}, "scaling 'other'"),
+        (
+            {"block_count": 3},
+            {},
+            "no tensor in it for 9 weights of LlamaForCausalLM, such as model.layers.2.input_layernorm",
+        ),
         ({}, {"rope_freqs.weight": [1.0, 3.0, 2.0, 7.0, 1.0, 1.0, 1.0, 1.0]}, "rotary embedding are scaled"),
     ],
 )

@@ -50,7 +50,13 @@ def reading_once() -> Iterator[None]:
     class Reader(gguf.GGUFReader):
         def _build_fields(self, offs: int, count: int) -> int:
             self.data: Any = self.data.view(np.ndarray)  # each slice of a memory map sets up a memory map
-            return super()._build_fields(offs, count)
+            end = super()._build_fields(offs, count)
+            for name, field in self.fields.items():
+                if name.startswith(
+                    "gpt-oss.rope.scaling."
+                ):  # transformers (5.24) takes the first part, the name's length
+                    self.fields[name] = field._replace(parts=[field.contents(), *field.parts[1:]])
+            return int(end)
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map
     gguf.GGUFReader, gguf.get_tensor_name_map = functools.cache(Reader), functools.cache(gguf.get_tensor_name_map)
@@ -129,8 +135,14 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
             raise ValueError(f"{role}: {place}: block_count: {layers!r} layers, but the file has {tensors} tensors")
         kept = getattr(kwargs.get("quantization_config"), "dequantize", True) is False
         with nullcontext() if kept or not _is_installed() else _every_kind():
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                path, *model_args, gguf_file=gguf_file, **kwargs
+            model: PreTrainedModel
+            model, found = AutoModelForCausalLM.from_pretrained(
+                path, *model_args, gguf_file=gguf_file, output_loading_info=True, **kwargs
+            )
+        if missing := sorted(found["missing_keys"]):  # transformers makes them up
+            raise ValueError(
+                f"{role}: {place}: transformers finds no tensor in it for {len(missing)} weights of {type(model).__name__}, "
+                f"such as {missing[0]}; load the original checkpoint"
             )
     if not _is_packed(model):
         _unmark(model)

@@ -570,7 +570,7 @@ def test_rows_have_grammars_of_their_own(clients: Clients, model: Any, monkeypat
         edges = {at: dict.fromkeys(range(40 + 9 * at, 300 + 9 * at), min(at + 1, last)) for at in range(last + 1)}
         return GrammarProcessor(lambda: Automaton(edges, size=model.config.vocab_size))
 
-    monkeypatch.setattr(Answers, "_grammar", grammar)
+    monkeypatch.setattr(Answers, "grammar", grammar)
     schemas = [{"type": "object", "required": [*"abcdefghijkl"[:count]]} for count in (9, 3)]
     forms = [
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": one}}} for one in schemas

@@ -219,7 +219,7 @@ class Answers:
         call |= {} if top is None else {"return_dict_in_generate": True, "output_logits": True}
         call["draft_length"] = Never() if draft == NO_DRAFT else body.get("draft_length")
         if "response_format" in body:
-            call["logits_processor"] = [self._grammar(fields.schema(body["response_format"]))]
+            call["logits_processor"] = [self.grammar(fields.schema(body["response_format"]))]
         held = _CALL if tools and _CALL in self.tokenizer.get_chat_template() else ""
 
         def pieces(number: int) -> Pieces:
@@ -374,7 +374,7 @@ class Answers:
             )
         return body.get("top_logprobs", 0) if is_chat else body["logprobs"]
 
-    def _grammar(self, schema: dict[str, Any]) -> GrammarProcessor:
+    def grammar(self, schema: dict[str, Any]) -> GrammarProcessor:
         """A logits processor that allows the JSON of a schema only. Raises Refused for a schema that has none."""
         try:
             import llguidance

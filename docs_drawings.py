@@ -41,7 +41,7 @@ WAY = {
 call."""
 FIGURES, PRODUCTS = (
     json.loads((Path(__file__).parent / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
-    for name in ("gpu_first_run", "products")
+    for name in ("gpu_first_run", "instructions")
 )
 
 
@@ -491,45 +491,45 @@ def timeline() -> str:
 
 
 def roofline() -> str:
-    """A measured product. The level line is its least time, the rising one its time per token at 32 tokens."""
-    times = {int(n): time for n, time in PRODUCTS["milliseconds"]["bfloat16"]["packed"].items()}
-    reading, computing = min(times.values()), times[32] / 32
+    """A measured product. The level line is its least time, the rising one its time per token at 40 tokens."""
+    times = {int(n): time for n, time in PRODUCTS["milliseconds"]["bfloat16"]["AVX512"].items()}
+    reading, computing = min(times.values()), times[40] / 40
     left, bottom = 40, 190
 
     def at(n: float, time: float) -> tuple[float, float]:
-        return left + 15 + math.log2(n) * 59, bottom - time * 100
+        return left + 15 + math.log2(n) * 56, bottom - time * 100
 
     parts = [text(0, 13, "milliseconds"), line([(left, 24), (left, bottom), (WIDTH, bottom)], "", arrow=False)]
     for tick in (0, 0.5, 1, 1.5):
         parts.append(text(left - 8, at(1, tick)[1] + 4.5, f"{tick:g}", "", "end"))
-    for n in (1, 2, 4, 8, 16, 32):
+    for n in (1, 2, 5, 8, 16, 40):
         parts.append(text(at(n, 0)[0], bottom + 18, str(n), "", "middle"))
-    rising = [at(n / 4, computing * n / 4) for n in range(26, 139)]
+    rising = [at(n / 4, computing * n / 4) for n in range(32, 180)]
     parts += [
         text((left + WIDTH) / 2, bottom + 38, "tokens in a forward pass", "", "middle"),
-        line([at(0.85, reading), at(34, reading)], "target dashed", arrow=False),
+        line([at(0.85, reading), at(42, reading)], "target dashed", arrow=False),
         line(rising, "gone dashed", arrow=False),
         line([at(n, time) for n, time in times.items()], "", arrow=False),
         *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(n, time) for n, time in times.items())),
         text(at(1, 0)[0] - 5, at(1, reading)[1] + 18, "time to read the weight", "target"),
-        text(at(14, 0)[0], 44, "time to compute", "gone", "end"),
+        text(at(19, 0)[0], 44, "time to compute", "gone", "end"),
     ]
     for first, rows in ((1, "1 row"), (8, "8 rows")):
-        x, end = at(first, 0)[0], at(4 * first, 0)[0]
-        grows = times[4 * first] / times[first]
+        x, end = at(first, 0)[0], at(5 * first, 0)[0]
+        grows = times[5 * first] / times[first]
         parts += [
             line([(x, bottom + 54), (end, bottom + 54)], "draft"),
             text((x + end) / 2, bottom + 72, f"{rows}: {grows:.1f} times", "draft", "middle"),
         ]
     told = f"""
-    A curve of milliseconds by tokens in a forward pass, from 1 to 32: about {reading:.2f} ms up to 6 tokens, then rising, and
-    {times[32]:.2f} ms for 32. For one row, a draft of three takes a pass from 1 to 4 tokens, which costs nothing. For 8 rows it
-    takes it from 8 to 32 tokens, which takes {times[32] / times[8]:.1f} times as long."""
+    A curve of milliseconds by tokens in a forward pass, from 1 to 40: about {reading:.2f} ms up to 8 tokens, then rising, and
+    {times[40]:.2f} ms for 40. For one row, a draft of four takes a pass from 1 to 5 tokens, which costs nothing. For 8 rows it
+    takes it from 8 to 40 tokens, which takes {times[40] / times[8]:.1f} times as long."""
     caption = f"""
-    <p>The points are measured: a product with one bfloat16 weight of 4096 x 1024, on one thread of an
-    {PRODUCTS["about"]["processor"]}. With few tokens it waits for the <b class="target">weight</b> to be read, and
-    further tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the least
-    time, and the time per token at 32 tokens. An <b class="draft">arrow</b> is what a draft of three adds to a pass,
+    <p>The points are measured: a product with one bfloat16 weight of 4096 x 1024 by AVX512, on {PRODUCTS["about"]["threads"]}
+    threads of an {PRODUCTS["about"]["processor"]}. With few tokens it waits for the <b class="target">weight</b> to be
+    read, and further tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the least
+    time, and the time per token at 40 tokens. An <b class="draft">arrow</b> is what a draft of four adds to a pass,
     with the ratio of the two times: eight rows have used up the free part by themselves.</p>"""
     return drawn("roofline", "Why a batch leaves less for drafts", told, caption, 266, parts)
 

@@ -334,8 +334,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
         asks = self.settings.of_call(draft_length, assisted, lossy_typical, sessions, kwargs.get(CACHE))
-        started = now()
-        recorder = Recorder(self.watch, started=started, draft=asks.named)
+        began, recorder = now(), Recorder(self.watch, draft=asks.named)
         settings = CallSettings(asks.fast, asks.exact is not None, ranks=ranks_of(self.target, *self.drafter.modules))
         assisted = asks.verifies
         if not assisted:
@@ -350,7 +349,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             self.graphs.turn(asks.fast if assisted else "eager", self.target.device) as waited,
             going_on(self.target, prompt, generation_config, self.generation_config, kwargs, settings, asks.drafts),
         ):
-            recorder.started = started + waited
+            recorder.started = began + waited
             if assisted:
                 call = Generation(self, lengths_of_call.start, self._warn_ignored, recorder, settings, asks)
                 self._running = recorder

@@ -53,21 +53,14 @@ def judge(
     logits: [B, n + 1, V], see `Round`. compute: runs functions of tensors as one captured operation. mover: as
     `Runner.mover`.
     """
-    parents, width, scores, computed, move = draft.parents, draft.width, None, None, None
+    parents, width, scores, found, moved = draft.parents, draft.width, None, None, False
     if distribution.do_sample and distribution.of_logits is not None and not text.keep_scores:
-        move = None if parents is None else mover(1 + width)
-        judged = functools.partial(_judged_alone, distribution, move)
-        given = logits, draft.tokens, draft.lengths, draft.q, parents
-        key = "judge", distribution.of_logits, move is not None
-        computed = compute(key, judged, *given, moves=move is not None)
-    if computed is not None:
-        (found,) = computed
-    else:
+        found, moved = _judged_at_once(draft, logits, distribution, compute, mover)
+    if found is None:
         plain = not distribution.processors and not distribution.do_sample and not text.keep_scores
         scores = logits if plain else distribution.scores(text.ids, text.lengths, logits, draft, text.unfinished)
         found = _judged(draft, scores, distribution, text.lengths, top1)
-    of_q = distribution.draws is None and draft.q is not None
-    walks = distribution.do_sample and (distribution.lossy is not None or of_q)
+    walks = distribution.do_sample and _walks(distribution, draft)
     drafts, new, path, depths = [], [], [], []
     noted = found if draft.notes is None else torch.cat([found, draft.notes], 1)
     for row in (rows := noted.tolist()):  # the only device-to-host transfer of a round
@@ -96,7 +89,6 @@ def judge(
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
     notes = None if draft.notes is None else [row[-draft.notes.shape[1] :] for row in rows]
-    moved = computed is not None and move is not None
     return Outcome(drafts, depths, accepted, kept, None if parents is None else path, notes, moved)
 
 
@@ -107,12 +99,11 @@ def _judged(
     text_lengths: Sequence[int] = (),
     top1: Top1 = acceptance.top1,
     waits: bool = True,
-    move: Move | None = None,
 ) -> torch.Tensor:
     """What the host needs to know of a verdict, by row: if tokens are drawn, where there is nothing to draw from; the draft's
     length, tokens and parents; and the target's choices, or what is accepted, the token after it and its nodes.
 
-    scores: [B, n + 1, V]. waits: whether the host may look at them. move: is given the columns of a tree's accepted path.
+    scores: [B, n + 1, V]. waits: whether the host may look at them.
     """
     tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
     if not distribution.do_sample:
@@ -124,17 +115,32 @@ def _judged(
     elif distribution.draws is not None:
         return _side_by_side(*drafted, distribution.draws.sample(p, text_lengths, draft.depths()))
     elif draft.q is None:
-        choice = acceptance.sample(p)
-        if move is not None and parents is not None:
-            move(_columns(acceptance.matched_tree(tokens, parents, lengths, choice)))
-        return _side_by_side(*drafted, choice)
+        return _side_by_side(*drafted, acceptance.sample(p))
     elif parents is None:
         verdict = acceptance.block(tokens, lengths, p, draft.q)
     else:
         nodes, verdict = acceptance.rejection_tree(tokens, parents, lengths, p, draft.q)
-    if move is not None and nodes is not None:
-        move(_columns(nodes))
     return _side_by_side(*drafted, verdict.accepted[:, None], verdict.token[:, None], nodes)
+
+
+def _walks(distribution: Distribution, draft: Draft) -> bool:
+    """Whether the path is found on the device, when tokens are drawn; otherwise the host matches the target's choices."""
+    return distribution.lossy is not None or (distribution.draws is None and draft.q is not None)
+
+
+def _judged_at_once(
+    draft: Draft,
+    logits: torch.Tensor,
+    distribution: Distribution,
+    compute: Compute,
+    mover: Callable[[int], Move | None],
+) -> tuple[torch.Tensor | None, bool]:
+    """`_judged` as one captured operation, None where that is not possible, and whether it has moved a tree's columns."""
+    move = None if draft.parents is None else mover(1 + draft.width)
+    judged = functools.partial(_judged_alone, distribution, move)
+    given = logits, draft.tokens, draft.lengths, draft.q, draft.parents
+    found = compute(("judge", distribution.of_logits, move is not None), judged, *given, moves=move is not None)
+    return (None, False) if found is None else (found[0], move is not None)
 
 
 def _judged_alone(
@@ -146,9 +152,16 @@ def _judged_alone(
     q: torch.Tensor | None,
     parents: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """`_judged` as a function of tensors, for a distribution with `of_logits`."""
+    """`_judged` as a function of tensors, for a distribution with `of_logits`. move: is given the columns of the path."""
     draft = Draft(tokens, lengths, q, parents)
-    return [_judged(draft, distribution.scores_of(logits), distribution, waits=False, move=move)]
+    found = _judged(draft, distribution.scores_of(logits), distribution, waits=False)
+    if move is not None and parents is not None:
+        if _walks(distribution, draft):
+            nodes = found[:, found.shape[1] - draft.width :]
+        else:
+            nodes = acceptance.matched_tree(tokens, parents, lengths, found[:, -1 - draft.width :])
+        move(_columns(nodes))
+    return [found]
 
 
 def _columns(nodes: torch.Tensor) -> torch.Tensor:

@@ -267,6 +267,20 @@ def test_four_entries_that_leave_the_sums_of_rows_and_columns_are_noticed(dtype:
         assert not before.same(Weights.of([weight], True))
 
 
+def test_values_that_their_owner_keeps_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, read = build(BY_NAME["llama"]), list[int]()
+    own = sources.checksum
+    monkeypatch.setattr(sources, "checksum", lambda tensor: (read.append(tensor.numel()), own(tensor))[1])
+    sources.keep_steady([model])
+    first = Weights.of(model.parameters(), True)
+    assert len(read) == len(first.tensors)
+    model.lm_head.weight.data[0, 0] += 1
+    again = Weights.of(model.parameters(), True)
+    assert first.same(again) and len(read) == len(first.tensors)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert not first.same(Weights.of(model.parameters(), True)) and len(read) == len(first.tensors) + 1
+
+
 def test_attributes_are_compared_by_what_they_are() -> None:
     module = nn.LayerNorm(4)
     module.extra = torch.zeros(3)

@@ -244,15 +244,21 @@ def lent_to(
     reason = _cannot_go_on(inputs, trusted, settings)
     if reason is None:
         try:
-            state = settings.source
-            if state is None:
-                state = settings.source = Source.of_model(model, trusted.code)
-                settings.read = state.weights  # which the fused model is compared with, too
+            state = _source(inputs, trusted, settings)
             return pool.lent(model, state, inputs.ids[0], model.config.get_text_config(decoder=True))
         except (NotImplementedError, RuntimeError, TypeError) as error:  # packed in a tensor of its own kind
             reason = f"changes of the weights would not be noticed ({type(error).__name__}: {error})"
     settings.note(f"sessions: the prompt was read whole and is not kept: {reason}")
     return nullcontext()
+
+
+def _source(inputs: LoopInputs, trusted: Trust, settings: CallSettings) -> Source:
+    """The target with its weights, which are read once for all texts of the call."""
+    if settings.source is None:
+        settings.source = Source.of_model(inputs.model, trusted.code)
+        settings.read = settings.source.weights  # which the fused model is compared with, too
+    found: Source = settings.source
+    return found
 
 
 def _cannot_go_on(inputs: LoopInputs, trusted: Trust, settings: CallSettings) -> str | None:

@@ -60,7 +60,9 @@ class _Chat:
 
     def __init__(self, model: Any, args: argparse.Namespace):
         from ..chat import ContextFull, Conversation
+        from ..fast.sources import keep_steady
 
+        keep_steady([model.target, *model.drafter.modules])  # nobody else has them
         self.model, self.args, self.full = model, args, ContextFull
         self.conversation = Conversation(model, args.system)
         self.sampling = sampling(args)

@@ -34,6 +34,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _serve(args: argparse.Namespace) -> None:
     from ..engine.pool import SessionPool
+    from ..fast.sources import keep_steady
     from ..methods.shared.registry import windows
     from ..modeling import AssistedModelForCausalLM
     from ..serving import Server
@@ -52,6 +53,8 @@ def _serve(args: argparse.Namespace) -> None:
         pairs[draft] = AssistedModelForCausalLM.from_models(
             pair.target, draft, tokenizer=pair.tokenizer, sessions=pool, draft_window=window, **further
         )
+    for one in pairs.values():  # nobody else has these models
+        keep_steady([one.target, *one.drafter.modules])
     name = args.name or Path(args.target).name
 
     def log(entry: dict[str, Any]) -> None:

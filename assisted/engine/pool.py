@@ -72,7 +72,8 @@ class SessionPool:
     from a text (2411.19379), so that the third prompt with the same beginning profits.
 
     When weights, adapters, modules or code of a model have changed, what it has read before is forgotten. To find that out,
-    each call reads all weights once, which takes about as long as a forward pass over one token.
+    each call reads all weights once, which takes about as long as a forward pass over one token. `assisted serve` and
+    `assisted chat` have their models for themselves, and read the weights once in all.
 
     Time until the first token reveals whether another call had the same beginning. So users who must not learn about each
     other need pools of their own. Nothing is written to a disk.

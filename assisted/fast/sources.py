@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig
 
 from ..engine.libraries import int_product, is_wrapper_subclass
 from ..engine.trust import Code, code_of
 
 _PART = 2**26  # words that are read at once, on devices other than a CPU
+_STEADY: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors that nobody changes: checksums, once they are known
 _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submodules, hooks: compared separately
 
 
@@ -50,7 +52,7 @@ class Weights:
                 held, None, tuple(_place(one) for one in held if not is_wrapper_subclass(one) and one.is_cpu)
             )
         known = {} if read is None else dict(zip(map(id, read.tensors), read.checksums or (), strict=False))
-        return Weights(held, tuple(known[id(one)] if id(one) in known else checksum(one.detach()) for one in held))
+        return Weights(held, tuple(known[id(one)] if id(one) in known else _checksum_of(one) for one in held))
 
     def same(self, other: Weights) -> bool:
         """Whether a copy made from one is valid for the other."""
@@ -60,6 +62,23 @@ class Weights:
             return False
         # `.data` may have been replaced by one of another shape
         return self.checksums is None or all(map(torch.equal, self.checksums, other.checksums or ()))
+
+
+def keep_steady(modules: Iterable[nn.Module]) -> None:
+    """Read the values of these modules' parameters once more and then never again, for a program that owns them: changes made
+    from now on are not noticed."""
+    for module in modules:
+        for parameter in module.parameters():
+            _STEADY.setdefault(parameter, None)
+
+
+def _checksum_of(tensor: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor | None = _STEADY.get(tensor)
+    if found is None:
+        found = checksum(tensor.detach())
+        if tensor in _STEADY:
+            _STEADY[tensor] = found
+    return found
 
 
 def _place(tensor: torch.Tensor) -> Any:

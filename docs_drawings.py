@@ -528,8 +528,8 @@ def roofline() -> str:
     caption = f"""
     <p>The points are measured: a product with one bfloat16 weight of 4096 x 1024 by AVX512, on {PRODUCTS["about"]["threads"]}
     threads of an {PRODUCTS["about"]["processor"]}. With few tokens it waits for the <b class="target">weight</b> to be
-    read, and further tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the least
-    time, and the time per token at 40 tokens. An <b class="draft">arrow</b> is what a draft of four adds to a pass,
+    read, and further tokens are free. With many, it waits for the <b class="gone">arithmetic</b>. The dashed lines are the
+    least time, and the time per token at 40 tokens. An <b class="draft">arrow</b> is what a draft of four adds to a pass,
     with the ratio of the two times: eight rows have used up the free part by themselves.</p>"""
     return drawn("roofline", "Why a batch leaves less for drafts", told, caption, 266, parts)
 

@@ -301,12 +301,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 path, drafts in this call in place of the pair's draft, with `assistant_tokenizer` if it is not stored with it.
                 It is prepared once and kept for further calls. `prompt_lookup_num_tokens`, `num_assistant_tokens` and
                 `assistant_confidence_threshold` choose the nearest draft and draft length here, which a warning names once.
-            draft_length: for this call, instead of the model's.
+            draft_length, sessions: for this call, instead of the model's. `past_key_values` takes precedence over its sessions.
             assisted: False runs the target's own `generate`, without drafts; with `exact="bits"`, the same forward passes as
                 with drafts.
             lossy_typical: when sampling, accept tokens that are typical of the target (Medusa's rule). Faster, and NOT exact:
                 the text no longer follows the target's distribution.
-            sessions: for this call, instead of the model's. `past_key_values` takes precedence over the model's.
 
         Returns the result of transformers' `generate`; counts and times are in `self.report`.
 
@@ -334,7 +333,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
         if assisted:
             require_own_drafting(generation_config, self.generation_config, kwargs)
         asks = self.settings.of_call(draft_length, assisted, lossy_typical, sessions, kwargs.get(CACHE))
-        began, recorder = now(), Recorder(self.watch, draft=asks.named)
+        recorder = Recorder(self.watch, started=now(), draft=asks.named)
         settings = CallSettings(asks.fast, asks.exact is not None, ranks=ranks_of(self.target, *self.drafter.modules))
         assisted = asks.verifies
         if not assisted:
@@ -345,11 +344,9 @@ class AssistedModelForCausalLM(ForwardsToTarget):
             assisted = False
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
         lengths_of_call = CallLengths(self, asks.draft_length, settings.ranks)
-        with (
-            self.graphs.turn(asks.fast if assisted else "eager", self.target.device) as waited,
-            going_on(self.target, prompt, generation_config, self.generation_config, kwargs, settings, asks.drafts),
-        ):
-            recorder.started = began + waited
+        turn = self.graphs.turn(asks.fast, self.device, recorder) if assisted and settings.fuses else nullcontext()
+        own = self.generation_config
+        with turn, going_on(self.target, prompt, generation_config, own, kwargs, settings, asks.drafts):
             if assisted:
                 call = Generation(self, lengths_of_call.start, self._warn_ignored, recorder, settings, asks)
                 self._running = recorder
@@ -361,8 +358,7 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                     recorder.once_seconds = settings.spent_once
                     lengths_of_call.end()
             else:
-                first = () if inputs is None else (inputs,)  # its name differs between models
-                output = read_plainly(self.target, first, generation_config, kwargs)
+                output = read_plainly(self.target, () if inputs is None else (inputs,), generation_config, kwargs)
                 recorder.warnings = settings.warnings
         if not recorder.row_tokens:
             if Traits.of(self.target).crosses:  # what went into the encoder is not in the text

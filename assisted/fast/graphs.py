@@ -295,14 +295,15 @@ class Graphs(Passes):
         return captures_for(mode, device) is not None
 
     @contextmanager
-    def turn(self, mode: str, device: torch.device) -> Iterator[float]:
-        """A context in which no `generate` of another thread replays captured passes; seconds that it was waited for.
+    def turn(self, mode: str, device: torch.device, recorder: Any) -> Iterator[None]:
+        """A context in which no `generate` of another thread replays captured passes. The recorder does not count the wait.
 
         Only one call can replay them. A second one would run eagerly, later than if it had waited.
         """
-        started = now()
+        asked = now()
         with self._turn if self.may_capture(mode, device) else nullcontext():
-            yield now() - started
+            recorder.started += now() - asked
+            yield
 
     @torch.no_grad()
     def ahead(self, rows: int, longest: int) -> None:

@@ -36,6 +36,7 @@ ALONE = {  # arguments of `generate` that rows do not take
         "num_beams",
         "embeds",
     ),
+    "prefill_chunk_size",  # with which transformers reads some recurrent models wrongly, and a row does not
     *("criteria", "max_time", "huge", "use_cache", "cache_implementation", "config_object"),
     *("processors", "prefix_allowed", "watermarking", "guidance_scale", "negative", "encoder_repetition_penalty"),
 }

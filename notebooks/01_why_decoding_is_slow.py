@@ -34,7 +34,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from assisted import AssistedModelForCausalLM
-from assisted.doctor.passes import memory, pass_times
+from assisted.lab.doctor.passes import memory, pass_times
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table
@@ -56,7 +56,8 @@ print("target:", TARGET, " draft:", DRAFT)
 #
 # Fourteen notebooks lead from this question to a chat model of your own that answers faster. This first one finds the
 # time that is wasted. Notebooks 02 to 07 use it without any training, 08 to 11 train drafts, 12 and 13 serve and measure
-# them, and notebook [14](14_capstone.ipynb) puts everything together.
+# them, and notebook [14](14_capstone.ipynb) puts everything together. Five more, 15 to 19, are about current models and
+# servers.
 #
 # A language model reads a text. For every possible next token it gives the probability that this token comes next. A
 # **token** is a word or a piece of a word. Running the model once over one or more tokens is called a **forward pass**,
@@ -246,7 +247,7 @@ compare(prediction, dict(zip(prediction, (v[8],))))
 # passes over one token each. Speculative decoding exploits the gap between the two lines.
 
 
-# %% tags=["measured"]
+# %% tags=["folded", "measured"]
 def fastest(turns, *jobs):
     """The seconds of each job, best of some turns. Other programs on the machine can only add time."""
     best = [float("inf")] * len(jobs)

@@ -32,9 +32,8 @@ import torch
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.doctor.comparison import Written
-from assisted.doctor.comparison import compare as compare_pair
-from assisted.doctor.passes import pass_times
+from assisted.lab.doctor.passes import Written, pass_times
+from assisted.lab.doctor.passes import compare as compare_pair
 from assisted.loading.vocabulary import Vocabulary, shared_tokens
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
@@ -353,10 +352,11 @@ axes.clabel(lines, fmt=lambda level: f"{level:g}", fontsize=9, manual=label_poin
 axes.text(0.06, 0.5, "drafting loses", color=COLOURS["plain"])
 for name, (a, c) in measured.items():
     axes.plot(a, max(c, 0.007), "o", color=COLOURS["draft"])
-    offset = dict(xytext=(-50, -16)) if a < 0.4 else dict(xytext=(6, 5))
-    axes.annotate(name, (a, max(c, 0.007)), textcoords="offset points", color=COLOURS["draft"], fontsize=9, **offset)
+    place = (-72, -15) if a < 0.4 else (6, 5)
+    where = dict(textcoords="offset points", xytext=place)  # labels must not overlap
+    axes.annotate(name.removeprefix("zoo:"), (a, max(c, 0.007)), color=COLOURS["draft"], fontsize=9, **where)
 axes.plot(1, 1, "*", markersize=12, color=COLOURS["accent"], clip_on=False)
-axes.annotate("the target itself", (1, 1), (-92, -4), textcoords="offset points", color=COLOURS["accent"], fontsize=9)
+axes.annotate("the target itself", (1, 1), (-92, 12), textcoords="offset points", color=COLOURS["accent"], fontsize=9)
 axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1], ["0.01", "0.03", "0.1", "0.3", "1"])
 axes.minorticks_off()
 plt.show()

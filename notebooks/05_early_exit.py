@@ -328,7 +328,7 @@ def head(hidden):
     return target.lm_head(target.model.norm(hidden))[0]
 
 
-# %%
+# %% tags=["folded"]
 clock = time.process_time if DEVICE == "cpu" else time.perf_counter
 
 

@@ -39,7 +39,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from assisted import AssistedModelForCausalLM
-from assisted.drafts import Round
+from assisted.core.drafts import Round
 from assisted.lengths import Confidence, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
 

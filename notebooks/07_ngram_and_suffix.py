@@ -34,7 +34,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from assisted import AssistedModelForCausalLM, NGram, Suffix
-from assisted.drafters.ngram import NGramIndex
+from assisted.methods.ngram import NGramIndex
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table

@@ -37,9 +37,9 @@ from torch.nn.functional import silu
 from transformers import AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, LossyTypical, Medusa, zoo
-from assisted.bench import held_out_prompts
-from assisted.drafters.trees import best_paths
-from assisted.drafts import Draft
+from assisted.core.drafts import Draft
+from assisted.lab.bench import held_out_prompts
+from assisted.methods.shared.trees import best_paths
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table

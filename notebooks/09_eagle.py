@@ -37,9 +37,9 @@ from torch.nn.functional import kl_div, linear, scaled_dot_product_attention, si
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from assisted import AssistedModelForCausalLM, Eagle, zoo
-from assisted.bench import held_out_prompts
-from assisted.heads.eagle import unrolled_mask
-from assisted.heads.medusa import MedusaHeads
+from assisted.lab.bench import held_out_prompts
+from assisted.methods.eagle.head import unrolled_mask
+from assisted.methods.medusa.head import MedusaHeads
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table

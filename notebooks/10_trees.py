@@ -35,9 +35,10 @@ import matplotlib.pyplot as plt
 import torch
 from transformers import DynamicCache
 
-from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance, bench
-from assisted.drafters.trees import best_paths, chosen_nodes
-from assisted.drafts import Draft
+from assisted import AssistedModelForCausalLM, DraftTree, Merged, acceptance
+from assisted.core.drafts import Draft
+from assisted.lab import bench
+from assisted.methods.shared.trees import best_paths, chosen_nodes
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table, token_tree

@@ -40,10 +40,10 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, zoo
-from assisted.training.data import Text, Windows, pack, tokenize
-from assisted.training.distill import Distillation, DistillSettings, first_draft
-from assisted.training.plan import Plan
-from assisted.training.trainer import train
+from assisted.lab.training.trainer import train
+from assisted.methods.draft_model.train import Distillation, DistillSettings, first_draft
+from assisted.methods.shared.training.data import Text, Windows, pack, tokenize
+from assisted.methods.shared.training.method import Plan
 from assisted.zoo import corpus
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab

@@ -39,7 +39,7 @@ from assisted.engine.recurrent import slots_for, target_runner
 from assisted.engine.traits import Traits
 from assisted.fast.fused import fused
 from assisted.lengths.policies import Never
-from assisted.training.data import pack, tokenize
+from assisted.methods.shared.training.data import pack, tokenize
 from assisted.zoo import corpus
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab

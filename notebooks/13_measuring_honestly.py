@@ -34,7 +34,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from assisted import AssistedModelForCausalLM, Eagle, bench
+from assisted import AssistedModelForCausalLM, Eagle
+from assisted.lab import bench
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table
@@ -581,5 +582,5 @@ attempt(check_3, prompts_needed)
 # - Li and others. EAGLE-3. [arXiv 2503.01840](https://arxiv.org/abs/2503.01840)
 # - Oliaro and others. SuffixDecoding. [arXiv 2411.04975](https://arxiv.org/abs/2411.04975)
 #
-# You can now draft, verify, train and measure. The last notebook puts everything together, for one chat model, from the
+# You can now draft, verify, train and measure. The next notebook puts everything together, for one chat model, from the
 # first look to the server: [14. Capstone](14_capstone.ipynb).

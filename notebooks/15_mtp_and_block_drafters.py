@@ -39,12 +39,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import MTP, AssistedModelForCausalLM, DFlash, zoo
-from assisted.bench import held_out_prompts
-from assisted.training.block import BlockSettings, BlockTraining
-from assisted.training.data import Text, tokenize
-from assisted.training.mtp import MTPSettings, MTPTraining
-from assisted.training.plan import Plan
-from assisted.training.trainer import train
+from assisted.lab.bench import held_out_prompts
+from assisted.lab.training.trainer import train
+from assisted.methods.dflash.train import BlockSettings, BlockTraining
+from assisted.methods.mtp.train import MTPSettings, MTPTraining
+from assisted.methods.shared.training.data import Text, tokenize
+from assisted.methods.shared.training.method import Plan
 from assisted.zoo import corpus
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
@@ -302,7 +302,7 @@ assert hybrid.report.draft_seconds >= 0 and tokens / passes > 2
 # The table has the shares of right guesses at positions 1 to 5 of a draft, on text that was not trained on, and the
 # tokens per pass in greedy decoding. The numbers of our forty steps are in the first two rows. The next two are of the
 # same two methods after 400 steps of 8 x 128 tokens, an hour on this kind of machine. They are copied from
-# `docs/benchmarks/trained-drafts.md`.
+# `benchmarks/drafts.json`, and `docs/benchmarks/trained-drafts.md` compares all methods in the same way.
 
 # %% tags=["measured"]
 LONG = {"MTP layer": [0.450, 0.433, 0.430, 0.426, 0.421], "block drafter": [0.289, 0.174, 0.109, 0.090, 0.072]}

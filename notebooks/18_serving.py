@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted import AssistedModelForCausalLM, SessionPool, zoo
 from assisted.lengths.policies import Never
-from assisted.training.data import pack, tokenize
+from assisted.methods.shared.training.data import pack, tokenize
 from assisted.zoo import corpus
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
@@ -271,7 +271,7 @@ panels[1].set_xlabel("rounds")
 for name, colour in (("drafts", "draft"), ("no drafts", "plain")):
     values = [throughput[rows, name] for rows in SIZES]
     panels[2].plot(SIZES, values, "o-", color=COLOURS[colour], markersize=4)
-    panels[2].text(17.5, values[-1], name, color=COLOURS[colour], va="center")
+    panels[2].text(17.5, values[-1], name, color=COLOURS[colour], va="bottom" if name == "drafts" else "top")
 panels[2].set(title="tokens per second, relative", xlabel="rows", ylim=(0, None), xlim=(0.9, 40))
 panels[2].set_xscale("log", base=2)
 panels[2].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -489,5 +489,5 @@ attempt(check_3, to_read)
 # - Liu and others. Choosing draft lengths by the load of a server.
 #   [arXiv 2406.14066](https://arxiv.org/abs/2406.14066)
 #
-# This was the last of the serving notebooks. [13. Measuring honestly](13_measuring_honestly.ipynb) says how to report what
-# you measure.
+# Next: all of this shared out the time of one machine. What does the machine do in a single round?
+# [19. A timeline](19_a_timeline.ipynb).

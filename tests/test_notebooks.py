@@ -22,6 +22,8 @@ from types import ModuleType
 import kit
 import pytest
 
+from assisted.moved import MovedFinder
+
 pytestmark = pytest.mark.documents
 
 ROOT = Path(__file__).parent.parent
@@ -51,8 +53,17 @@ def test_form_and_agreement(source: Path) -> None:
 
 @every_source
 def test_links_between_notebooks(source: Path) -> None:
-    linked = set(re.findall(r"\(([\w/.]+\.(?:ipynb|md|py))\b", source.read_text(encoding="utf-8")))
+    text = source.read_text(encoding="utf-8")
+    linked = set(re.findall(r"\(([\w/.]+\.(?:ipynb|md|py))\b", text))
     assert linked <= {f"{path.stem}.ipynb" for path in SOURCES}
+    for later in SOURCES[SOURCES.index(source) + 1 :][:1]:
+        assert f"({later.stem}.ipynb)" in text.rpartition("## References")[2]
+
+
+@every_source
+def test_modules_are_imported_by_their_names_of_today(source: Path) -> None:
+    for name in re.findall(r"^from (assisted\.[\w.]+) import", source.read_text(encoding="utf-8"), re.MULTILINE):
+        assert MovedFinder().find_spec(name, None, None) is None, name
 
 
 @every_source

@@ -379,6 +379,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "criteria": ({"stopping_criteria": [Never()]}, "stopping_criteria: Never"),
     "processor": ({"logits_processor": [lambda ids, scores: scores]}, "first prompt"),
     "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokens"),
+    "parts of prompts": ({"prefill_chunk_size": 8}, "prefill_chunk_size"),
     "no cache": ({"use_cache": False}, "use_cache"),
     "unknown": ({"assistant_model": "x"}, "assistant_model"),
 }

@@ -358,6 +358,8 @@ def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> 
         raise ValueError(f"target: {reason}; generate_many cannot run it, so call generate with batches")
     if needs.lockstep:
         raise ValueError(f"draft: the rows of {type(pair.spec).__name__} advance in lockstep; {_OTHERS}")
+    if inputs.config.prefill_chunk_size is not None:  # which some layers' states depend on
+        raise ValueError("prefill_chunk_size: rows read their prompts in parts of their own; leave it out")
     for one in inputs.processors:
         if grammar_of(one) is None and needs_prompt(one):
             raise ValueError(f"{type(one).__name__}: it may depend on the first prompt; leave its setting out")

@@ -17,7 +17,7 @@ from statistics import median, quantiles
 
 import torch
 from peers import ROWS, VLLM
-from shared import FOLDER, Case, about, opened
+from shared import FOLDER, Case, Section, about, opened
 
 from assisted.lab.bench import at_length, read
 from assisted.lab.bench.prompts import CHAT
@@ -242,6 +242,7 @@ its own, so no server has read its prompt before.
         **{name: (None, f"an interpreter with it: {name}") for name in ("llama", "vllm", "transformers")},
     },
     quick={"clients": [2], "document": 64},
+    sections=(Section("howto/many-users", "servers"),),
     what="SmolLM2-135M-Instruct, bfloat16, chat requests over HTTP, at least {prompts} and one for each client, {new_tokens} "
     "new tokens each, greedy, `--rows {rows}`{versions}; runs: {repeats}, in which the servers take turns",
     notes=(

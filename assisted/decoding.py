@@ -14,8 +14,9 @@ from .core.text import Text
 from .distribution import Distribution
 from .engine.runner import CachedModel
 from .lengths.base import Length
+from .lockstep import judge_in_lockstep
 from .methods.shared.guarded import Guarded
-from .verification import judge, judge_in_lockstep
+from .verification import judge
 
 CHECK_INVARIANTS = False  # enabled by tests: every round checks that slots and text agree
 

@@ -1,4 +1,4 @@
-"""Verification of a draft: choose the acceptance rule (greedy or sampling, chain or tree, per row or in lockstep), apply it.
+"""Verification of a draft: choose the acceptance rule (greedy or sampling, chain or tree), apply it to each row.
 
 Knows the distribution, the acceptance rules and the text; nothing of models, kernels or of how a draft was made.
 """
@@ -13,7 +13,7 @@ import torch
 
 from .core import acceptance
 from .core.drafts import Draft, levels
-from .core.host import on_device, padded
+from .core.host import padded
 from .core.text import Text
 from .distribution import Distribution, probabilities
 
@@ -23,7 +23,7 @@ Compute = Callable[..., list[torch.Tensor] | None]
 """As `Runner.compute`."""
 Move = Callable[[torch.Tensor], object]
 """As `Passes.mover` makes it: takes the columns of an accepted path, [B, m] int64."""
-_NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
+NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
 class Outcome(NamedTuple):
@@ -85,7 +85,7 @@ def judge(
         scores, logits = None if scores is None else scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
     if any(len(new[row]) < len(path[row]) for row in text.unfinished):
-        raise RuntimeError(_NOT_DRAWABLE)
+        raise RuntimeError(NOT_DRAWABLE)
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
     notes = None if draft.notes is None else [row[-draft.notes.shape[1] :] for row in rows]
@@ -108,7 +108,7 @@ def _judged(
     tokens, lengths, parents = draft.tokens, draft.lengths, draft.parents
     if not distribution.do_sample:
         return _side_by_side(lengths[:, None], tokens, parents, top1(scores))
-    p, invalid = _drawable(scores, waits)
+    p, invalid = drawable(scores, waits)
     nodes, drafted = None, (invalid, lengths[:, None], tokens, parents)
     if distribution.lossy is not None:
         nodes, verdict = distribution.lossy.judge(draft, p)
@@ -174,7 +174,7 @@ def _side_by_side(*parts: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([part for part in parts if part is not None], 1)
 
 
-def _drawable(scores: torch.Tensor, waits: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+def drawable(scores: torch.Tensor, waits: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, [..., V], and where there are none, [...] bool: scores with NaN or infinity, or all tokens forbidden.
 
     Probabilities are uniform there, so that what follows a token has no influence on whether the token is drawn.
@@ -184,90 +184,3 @@ def _drawable(scores: torch.Tensor, waits: bool = True) -> tuple[torch.Tensor, t
     if not waits or p.device.type != "cpu" or bool(invalid.any()):  # an accelerator is not waited for
         p.masked_fill_(invalid[..., None], 1 / p.shape[-1])
     return p, invalid
-
-
-def judge_in_lockstep(
-    draft: Draft,
-    logits: torch.Tensor,
-    distribution: Distribution,
-    text: Text,
-    top1: Top1 = acceptance.top1,
-    compute: Compute | None = None,
-    mover: Callable[[int], Move | None] | None = None,
-) -> Outcome:
-    """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
-
-    Logits processors, stopping criteria and streamers see what autoregressive decoding shows them: each committed prefix
-    once, in order. So the result is exact for any of them, but the row that accepts least limits the batch. Rows that had
-    ended follow their chain of padding. If a row ends in this step, the step stops there, because the tokens drafted after
-    its end are not padding.
-    """
-    rows, before = text.rows, text.padded_rows
-    every = torch.arange(rows, device=logits.device)
-    padded = on_device([row in before for row in range(rows)], logits.device) if before else None
-    accepted = [0] * rows
-    column = torch.zeros_like(draft.lengths)  # the column of `logits` that each row has reached
-    on_host = [0] * rows
-    steps = []  # all columns that they have passed through
-    for step in range(draft.width + 1):
-        ids = text.ids[:, : text.lengths[0]]
-        after = logits[every, column]
-        scores = distribution.ordered_scores(ids, after, text.unfinished)
-        token, child, invalid = _choose(scores, draft, column, distribution, text, top1)
-        if padded is not None:
-            child = child.masked_fill(padded, step + 1)
-        children, not_drawable = torch.stack([child, invalid]).tolist()
-        if any(not_drawable):
-            raise RuntimeError(_NOT_DRAWABLE)
-        text.extend_in_lockstep(token, scores, after.float())
-        steps.append(on_host)
-        column, on_host = child, children
-        accepted = [count + int(node > 0) for count, node in zip(accepted, children, strict=True)]
-        if text.done or not all(children) or text.padded_rows != before:
-            break
-    for row in before:
-        accepted[row] = 0
-    drafted = depths = draft.lengths.tolist()
-    if draft.parents is None:
-        return Outcome(drafted, depths, accepted, [len(steps)] * rows)
-    depths = [levels(above[:count]) for above, count in zip(draft.parents.tolist(), drafted, strict=True)]
-    path = [list(columns) for columns in zip(*steps, strict=True)]
-    return Outcome(drafted, depths, accepted, [len(steps)] * rows, path)
-
-
-def _choose(
-    scores: torch.Tensor,
-    draft: Draft,
-    column: torch.Tensor,
-    distribution: Distribution,
-    text: Text,
-    top1: Top1 = acceptance.top1,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The next token, [B] int64, the column of the drafted node with that token, [B] int64, 0 if there is none, and whether
-    there was nothing to draw from, [B] bool.
-
-    scores: [B, V]; column: [B] int64, of the last token before it.
-    """
-    width = draft.width
-    above = torch.arange(width, device=column.device) if draft.parents is None else draft.parents + 1
-    is_next = above == column[:, None]
-    invalid = torch.zeros_like(column, dtype=torch.bool)
-    do_sample, draws = distribution.do_sample, distribution.draws
-    if do_sample:
-        p, invalid = _drawable(scores)
-    if not do_sample or draws is not None or draft.q is None:
-        if draws is not None and do_sample:
-            choice = draws.sample(p[:, None], text.lengths)[:, 0]
-        else:
-            choice = acceptance.sample(p) if do_sample else top1(scores)
-        drafted = torch.arange(width, device=column.device) < draft.lengths[:, None]
-        held = is_next & drafted & (draft.tokens == choice[:, None])
-        # the first of siblings with equal tokens; column 0 if no node has the token
-        return choice, torch.nn.functional.pad(held.int(), (1, 0)).argmax(1), invalid
-    # keep the children of the last token as a tree of depth 1; the other nodes become unreachable
-    tokens, parents = draft.tokens.where(is_next, -1), torch.where(is_next, -1, width)
-    every = p[:, None].expand(-1, width + 1, -1)
-    path, verdict = acceptance.rejection_tree(tokens, parents, draft.lengths, every, draft.q)
-    child = torch.nn.functional.pad(path + 1, (0, 1))[:, 0]
-    token = torch.nn.functional.pad(tokens, (1, 0)).gather(1, child[:, None])[:, 0]
-    return torch.where(child > 0, token, verdict.token), child, invalid

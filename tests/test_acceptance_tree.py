@@ -32,7 +32,7 @@ from test_acceptance import (
 )
 from torch import Tensor
 
-from assisted import verification
+from assisted import lockstep, verification
 from assisted.core import acceptance
 from assisted.core.acceptance import rejection, rejection_tree, residual, sample, taken_out, tree_walk
 from assisted.core.drafts import Draft
@@ -444,7 +444,7 @@ def test_in_step_the_walk_is_the_same() -> None:
             with mock.patch.object(acceptance, "sample", side_effect=lambda rest, generator: rest.argmax(-1)):
                 scores = p[every, column].log()
                 with mock.patch.object(verification, "probabilities", torch.exp):
-                    token, child, _ = verification._choose(scores, drafted, column, Distribution([], True), mock.Mock())
+                    token, child, _ = lockstep._choose(scores, drafted, column, Distribution([], True), mock.Mock())
             for row in (child == 0).nonzero()[:, 0].tolist():
                 if len(path) == 0 or path[-1][row] > 0:
                     assert token[row] == distribution[row].argmax()

@@ -18,7 +18,8 @@ from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import Draft
 from assisted.core.text import Text
 from assisted.distribution import Distribution
-from assisted.verification import judge, judge_in_lockstep
+from assisted.lockstep import judge_in_lockstep
+from assisted.verification import judge
 
 SAMPLED = {"do_sample": True, "top_k": 0}
 MESSAGE = "probability tensor contains either `inf`, `nan` or element < 0"

@@ -31,6 +31,7 @@ COPIED = ("assisted", "tests", "notebooks", "docs", "tools", "benchmarks", "pypr
 TESTS = {
     "core/acceptance.py": "acceptance acceptance_tree",
     "distribution.py": "distribution sampling",
+    "lockstep.py": "invalid_logits continued sampling traps",
     "verification.py": "wrong_drafts counts invalid_logits tree_verification continued sampling",
     "decoding.py": "wrong_drafts counts decoding traps",
     "core/drafts.py": "drafts trees wrong_drafts tree_decoding",
@@ -116,8 +117,8 @@ MUTANTS = [
     ("distribution.py", "not all(map(self._is_known, self.processors))", "not any(map(self._is_known, self.processors))"),
     ("verification.py", "columns = [0, *(node + 1 for node in walk)]", "columns = [0, *(node for node in walk)]"),
     ("verification.py", "if any(len(new[row]) < len(path[row])", "if all(len(new[row]) < len(path[row])"),
-    ("verification.py", "or text.padded_rows != before:", "or False:"),
-    ("verification.py", "child = child.masked_fill(padded, step + 1)", "child = child.masked_fill(padded, step)"),
+    ("lockstep.py", "or text.padded_rows != before:", "or False:"),
+    ("lockstep.py", "child = child.masked_fill(padded, step + 1)", "child = child.masked_fill(padded, step)"),
     ("decoding.py", "text.room - 1, room - 1)", "room - 1)"),
     ("methods/shared/guarded.py", "self.drafting = None", "pass"),
     ("core/drafts.py", "(self.tokens < vocabulary)", "(self.tokens <= vocabulary)"),

@@ -52,10 +52,8 @@ def reading_once() -> Iterator[None]:
             self.data: Any = self.data.view(np.ndarray)  # each slice of a memory map sets up a memory map
             end = super()._build_fields(offs, count)
             for name, field in self.fields.items():
-                if name.startswith(
-                    "gpt-oss.rope.scaling."
-                ):  # transformers (5.24) takes the first part, the name's length
-                    self.fields[name] = field._replace(parts=[field.contents(), *field.parts[1:]])
+                if name.startswith("gpt-oss.rope.scaling."):
+                    field.parts[0] = field.contents()  # transformers (5.24) takes the first part, the name's length
             return int(end)
 
     own = gguf.GGUFReader, gguf.get_tensor_name_map

@@ -523,7 +523,7 @@ def roofline() -> str:
         ]
     told = f"""
     A curve of milliseconds by tokens in a forward pass, from 1 to 40: about {reading:.2f} ms up to 8 tokens, then rising, and
-    {times[40]:.2f} ms for 40. For one row, a draft of four takes a pass from 1 to 5 tokens, which costs nothing. For 8 rows it
+    {times[40]:.2f} ms for 40. For one row, a draft of four takes a pass from 1 to 5 tokens, which costs little. For 8 rows it
     takes it from 8 to 40 tokens, which takes {times[40] / times[8]:.1f} times as long."""
     caption = f"""
     <p>The points are measured: a product with one bfloat16 weight of 4096 x 1024 by AVX512, on {PRODUCTS["about"]["threads"]}

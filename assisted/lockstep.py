@@ -5,8 +5,6 @@ Uses the parts of verification.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .core import acceptance
@@ -14,7 +12,7 @@ from .core.drafts import Draft, levels
 from .core.host import on_device
 from .core.text import Text
 from .distribution import Distribution
-from .verification import NOT_DRAWABLE, Compute, Move, Outcome, Top1, drawable
+from .verification import NOT_DRAWABLE, Outcome, Top1, drawable
 
 
 def judge_in_lockstep(
@@ -23,15 +21,14 @@ def judge_in_lockstep(
     distribution: Distribution,
     text: Text,
     top1: Top1 = acceptance.top1,
-    compute: Compute | None = None,
-    mover: Callable[[int], Move | None] | None = None,
+    *_: object,
 ) -> Outcome:
     """Accept and commit one token at a time, all rows together, as long as every row accepts its draft.
 
     Logits processors, stopping criteria and streamers see what autoregressive decoding shows them: each committed prefix
     once, in order. So the result is exact for any of them, but the row that accepts least limits the batch. Rows that had
     ended follow their chain of padding. If a row ends in this step, the step stops there, because the tokens drafted after
-    its end are not padding.
+    its end are not padding. Takes what `judge` takes; nothing is captured here.
     """
     rows, before = text.rows, text.padded_rows
     every = torch.arange(rows, device=logits.device)

@@ -75,14 +75,13 @@ class Reading:
 
     def read_on(self, most: int) -> int:
         """Read further tokens, if possible no more than so many. Returns how many."""
-        ends = (
-            [] if self.found is None or self.slots.can_rewind else [end for end in self.found.ends if end > self.read]
-        )
+        found = None if self.slots.can_rewind else self.found
+        ends = [] if found is None else [end for end in found.ends if end > self.read]
         before, end = self.read, self.read + (min(most, self.rest) if self.in_parts else self.rest)
         for stop in [*(one for one in ends if one < end), end]:
             self._read(self.asked.prompt[None, self.read : stop])
-            if self.found is not None and stop in ends:
-                self.found.mark(self.slots, self.asked.prompt[None, : stop + 1])
+            if found is not None and stop in ends:
+                found.mark(self.slots, self.asked.prompt[None, : stop + 1])
         return self.read - before
 
     def _read(self, ids: torch.Tensor) -> None:

@@ -977,7 +977,7 @@ def test_a_flood_with_hostile_clients_loses_nothing(model: Any, count: int) -> N
         for most in (None, 1.0):  # objects that each request leaves, once all is made that is made only once
             before, known = len(gc.get_objects()), len(begun)
             assert in_threads(client, 12) == [None] * 12
-            until_open(server, 0)
+            until(lambda: server.open == 0)
             assert server.answers.line.counts == (0, 0)
             statuses = collections.Counter(entry["status"] for entry in entries)
             assert statuses[200] >= count * 2 // 3 and statuses[503] >= len(refused) > 0
@@ -986,14 +986,6 @@ def test_a_flood_with_hostile_clients_loses_nothing(model: Any, count: int) -> N
             refused.clear()
             gc.collect()
             assert most is None or len(gc.get_objects()) - before < most * (len(begun) - known)
-
-
-def until_open(server: Server, count: int) -> None:
-    """Wait for so many open connections."""
-    until = time.monotonic() + 60
-    while server.open != count:
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_what_a_server_needs() -> None:

@@ -20,7 +20,7 @@ LACKING = {
         "DummyLayer",
         "LinearAttentionAndSlidingWindowAttentionLayer",
     ],
-    "torch": ["_convert_weight_to_int4pack_for_cpu", "_int_mm", "_weight_int8pack_mm", "ops"],
+    "torch": ["_convert_weight_to_int4pack_for_cpu", "_weight_int8pack_mm", "ops"],
 }
 """By module, every name that `libraries` looks up and can do without."""
 

@@ -107,11 +107,17 @@ def copied(module: nn.Module, original: nn.Module) -> int:
     "config", [llama(), GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=512)], ids=["llama", "gpt2"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_are_counted_as_they_are_made(config: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("needed", [True, False], ids=["copies", "in place where that is as fast"])
+def test_copies_are_counted_as_they_are_made(
+    config: Any, dtype: torch.dtype, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if needed:
+        monkeypatch.setattr(native, "suffices_in_place", lambda dtype: False)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     real = copied(fused(model).module, model)
     assert copy_bytes(model, dtype) == real
-    assert real > 0 or dtype != torch.float32 or copied_in(dtype) is None
+    assert real > 0 or not needed or dtype != torch.float32 or copied_in(dtype) is None
+    assert real == 0 or not native.suffices_in_place(dtype)
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config, dtype=dtype)
     assert copy_bytes(shapes, dtype) == real

@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from assisted import AssistedModelForCausalLM
 from assisted.engine.hooks import has_hooks
-from assisted.fast import fused, products, sources
+from assisted.fast import fused, native, products, sources
 from assisted.fast.sources import Modules, Weights
 
 CALL = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -194,13 +194,28 @@ def test_within_autocast_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> No
     assert fused.fused(target).module is not target
 
 
-@pytest.fixture(params=[True, False], ids=["onednn", "without"])
-def onednn(request: pytest.FixtureRequest) -> Iterator[None]:
-    with torch.backends.mkldnn.flags(enabled=request.param):
-        yield
+@pytest.fixture(params=[True, False], ids=["in C", "in torch"])
+def hashed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.param:
+        monkeypatch.setattr(native, "ready", {})
+    elif not native.is_available():
+        pytest.skip("nothing runs in C here")
 
 
-@pytest.mark.usefixtures("onednn")
+@pytest.mark.usefixtures("hashed")
+def test_a_change_anywhere_in_a_large_matrix_is_noticed() -> None:
+    """Which is hashed in several parts, the last of which is shorter, also than a step."""
+    weight = torch.zeros(3, 2**16 + 5)
+    before = Weights.of([weight], True)
+    for place in (0, 7, 2**16 - 1, 2**16, 2**17 + 3, weight.numel() - 1):
+        weight.view(-1)[place] = 1e-30
+        assert not before.same(Weights.of([weight], True))
+        weight.view(-1)[place] = 0
+    assert before.same(Weights.of([weight], True))
+    assert not before.same(Weights.of([weight[:, :-1]], True))
+
+
+@pytest.mark.usefixtures("hashed")
 def test_changes_are_noticed() -> None:
     weights = [torch.randn(96, 200), torch.randn(200), torch.randn(40, 16), torch.randn(30, 37), torch.randn(300, 64).T]
     weights += [torch.randn(1, 9).T, torch.randn(9, 2)[:, 0].clone()]
@@ -219,7 +234,7 @@ def test_changes_are_noticed() -> None:
             assert before.same(Weights.of(weights, True))
 
 
-@pytest.mark.usefixtures("onednn")
+@pytest.mark.usefixtures("hashed")
 @pytest.mark.parametrize("shape", [(64, 48), (48,), (3, 8, 6), (31, 33)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_entries_that_trade_places_are_noticed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -237,7 +252,7 @@ def test_entries_that_trade_places_are_noticed(shape: tuple[int, ...], dtype: to
         assert before.same(Weights.of([weight], True))
 
 
-@pytest.mark.usefixtures("onednn")
+@pytest.mark.usefixtures("hashed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_trade_places_are_noticed_where_all_entries_are_alike(dtype: torch.dtype) -> None:
     """Rows and columns of permutations have the same sums; opposite numbers differ in a single bit."""
@@ -252,7 +267,7 @@ def test_rows_that_trade_places_are_noticed_where_all_entries_are_alike(dtype: t
             weight.data[[one, two]] = weight.data[[two, one]]
 
 
-@pytest.mark.usefixtures("onednn")
+@pytest.mark.usefixtures("hashed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_four_entries_that_leave_the_sums_of_rows_and_columns_are_noticed(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -368,7 +368,6 @@ def tinygemm(given: torch.Tensor, packed: torch.Tensor, group: int, scales: torc
     return _tinygemm(given.contiguous(), packed, group, scales)
 
 
-int_product = _found("torch", "_int_mm", "changed weights take longer to notice")
 _ONEDNN = "products on a CPU are not packed, which makes forward passes slower"
 pack_for_onednn = _found("torch", "ops.mkldnn._reorder_linear_weight", _ONEDNN)
 _pointwise = _found("torch", "ops.mkldnn._linear_pointwise.default", _ONEDNN)

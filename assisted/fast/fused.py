@@ -35,7 +35,17 @@ from .families import is_fusible, layers_of, path_of
 from .layers import FusedLayer, FusedMLP, fused_layer, is_float, of_mixer, of_mlp
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .norms import Called, norm_of
-from .products import PackedLinear, Product, copied_in, may_copy, may_take, packs, reads_in_place, size_of_copies
+from .products import (
+    PackedLinear,
+    Product,
+    copied_in,
+    may_copy,
+    may_take,
+    packs,
+    reads_in_place,
+    size_of_copies,
+    suffice_in_place,
+)
 from .shared import Angles, Shared
 from .sources import Modules, Source, Weights
 from .together import layers_at_once, model_at_once
@@ -167,8 +177,12 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
     if not may_take(numbers * kind.itemsize, memory):
         return 0
     layers: Any = layers_of(model)
+    wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
+    linear = wide if layers is None else [m for m in (*layers.modules(), model.lm_head) if type(m) is nn.Linear]
+    fits = bool(linear) and all(module.in_features % native.GROUP == 0 for module in linear)
+    if fits and native.suffices_in_place(dtype) and not (layers is not None and _is_hybrid(layers)):
+        return 0
     if layers is None:
-        wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
         return sum(size_of_copies([module.weight.shape], dtype) for module in wide)
     products: list[Any] = [modules for layer in layers for modules in (*of_mixer(layer), *of_mlp(layer))]
     joined = {id(module) for modules in products for module in modules}
@@ -255,7 +269,7 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: 
         modules, parameters = looked_over(layers, *norms, model.lm_head, *filter(None, [base.rotary_emb]))
         if any_touched(modules):
             return None
-        copied = may_copy(parameters)
+        copied = may_copy(parameters) and (_is_hybrid(layers) or not suffice_in_place(modules))
         return _Fusion(
             layers,
             _source([*modules, base], parameters, copied, trusted, read),
@@ -266,7 +280,7 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: 
         return None
     wide = {name: module for name, module in model.named_modules() if PackedLinear.gains(module)}
     weights = [module.weight for module in wide.values()]
-    copied = may_copy(weights)
+    copied = may_copy(weights) and not suffice_in_place(wide.values())
     if not wide or not (copied or reads_in_place(wide.values())):
         return None
     return _Fusion(

@@ -696,12 +696,12 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
             round_group(x + g * GROUP, (Rounded *)scratch + g);
             continue;
         }
-        Expanded *own = (Expanded *)scratch + g;
         if (p->rows) { /* of each two vectors, numbers at even places before those at odd ones */
             for (int i = 0; i < GROUP; i++)
-                own->inputs[i / (2 * WIDE) * 2 * WIDE + i % 2 * WIDE + i % (2 * WIDE) / 2] = number_of(x[g * GROUP + i]);
+                scratch[g * GROUP + i / (2 * WIDE) * 2 * WIDE + i % 2 * WIDE + i % (2 * WIDE) / 2] = number_of(x[g * GROUP + i]);
             continue;
         }
+        Expanded *own = (Expanded *)scratch + g;
         vec sum = all(0);
         UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
             const vec found = expanded(x + g * GROUP + i);
@@ -713,7 +713,9 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
 }
 
 /* Numbers that a group of inputs takes beside the inputs. */
-INLINE int64_t of_group(const Product *p) { return (p->input_bits == 8 ? sizeof(Rounded) : sizeof(Expanded)) / sizeof(float); }
+INLINE int64_t of_group(const Product *p) {
+    return p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : p->rows ? GROUP : sizeof(Expanded) / sizeof(float);
+}
 
 #define INPUTS of_groups
 #define INPUTS4 of_groups
@@ -751,80 +753,102 @@ INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
 
 /* ---- Products with rows of weights where the model has them ---- */
 
-/* STREAMS: of rows that a thread reads at a time, each in the order of memory. SOME: columns whose sums with these fit in the
-   registers. EACH: rows of a stream whose sums are vectors at a time. */
-enum { STREAMS = 4, SOME = WIDE == 16 ? 6 : 2, EACH = WIDE / STREAMS };
+/* STREAMS: of rows that a thread reads at a time, each in the order of memory. EACH: rows of a stream whose sums are vectors at a
+   time. SOME, MORE: columns whose sums fit in the registers with all streams, and with half of them. AT_A_TIME: columns for which
+   the same rows are read from the cache. SOON: bytes from a weight to the one that is asked for. */
+enum { STREAMS = 4, EACH = WIDE / STREAMS, SOME = WIDE == 16 ? 6 : 2, MORE = WIDE == 4 ? 2 : 6, AT_A_TIME = WIDE == 8 ? 12 : MOST, SOON = 1024 };
 typedef vec Parts[STREAMS][EACH]; /* sums of a column, each of one row */
 
-/* The sums of EACH rows of each stream, from output `at` of the first one on. */
-INLINE void sums_of_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
+/* Asks for a row's weights ahead of time, once a line. With AVX512, the processor does so by itself. */
+INLINE void ask(const void *weight, int is_line) {
+    if (WIDE == 8 && is_line) __builtin_prefetch((const char *)weight + SOON, 0, 2);
+}
+
+/* Whether products with weights in place take no longer than those with packed ones, for a draft's columns. */
+const int64_t rows_suffice = WIDE == 8;
+
+/* The sums of EACH rows of some streams, from output `at` of the first one on. */
+INLINE void sums_of_rows(
+    Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int first, int streams, int columns) {
     const int64_t apart = p->outputs / STREAMS;
     for (int i = 0; i < EACH; i++) {
         const number *row[STREAMS];
-        vec sums[STREAMS][SOME];
-        UNROLLED for (int s = 0; s < STREAMS; s++) {
-            row[s] = p->rows[at + i + s * apart];
+        vec sums[STREAMS][MORE];
+        UNROLLED for (int s = 0; s < streams; s++) {
+            row[s] = p->rows[at + i + (first + s) * apart];
             UNROLLED for (int c = 0; c < columns; c++) sums[s][c] = all(0);
         }
 #ifdef FLOAT32
         for (int64_t k = 0; k < p->inputs; k += WIDE) {
             vec weight[STREAMS];
-            UNROLLED for (int s = 0; s < STREAMS; s++) weight[s] = wide(row[s] + k);
+            UNROLLED for (int s = 0; s < streams; s++) {
+                ask(row[s] + k, k % (LINE / 4) == 0);
+                weight[s] = wide(row[s] + k);
+            }
             UNROLLED for (int c = 0; c < columns; c++) {
                 const vec one = wide(x + c * p->inputs + k);
-                UNROLLED for (int s = 0; s < STREAMS; s++) sums[s][c] = plus_product(sums[s][c], weight[s], one);
+                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], weight[s], one);
             }
         }
 #elif defined(DOTS)
         for (int64_t k = 0; k < p->inputs; k += GROUP) {
             __m512bh weight[STREAMS];
-            UNROLLED for (int s = 0; s < STREAMS; s++) weight[s] = (__m512bh)_mm512_loadu_si512(row[s] + k);
+            UNROLLED for (int s = 0; s < streams; s++) weight[s] = (__m512bh)_mm512_loadu_si512(row[s] + k);
             UNROLLED for (int c = 0; c < columns; c++) {
                 const __m512bh one = (__m512bh)_mm512_loadu_si512(x + c * p->inputs + k);
-                UNROLLED for (int s = 0; s < STREAMS; s++) sums[s][c] = (vec)_mm512_dpbf16_ps((__m512)sums[s][c], weight[s], one);
+                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = (vec)_mm512_dpbf16_ps((__m512)sums[s][c], weight[s], one);
             }
         }
 #else
-        const Expanded *own = of_groups;
+        const float *own = of_groups;
         for (int64_t k = 0; k < p->inputs; k += 2 * WIDE) {
-            words pair[STREAMS];
-            UNROLLED for (int s = 0; s < STREAMS; s++) memcpy(pair + s, row[s] + k, sizeof *pair);
+            vec even[STREAMS], odd[STREAMS];
+            UNROLLED for (int s = 0; s < streams; s++) {
+                words pair;
+                memcpy(&pair, row[s] + k, sizeof pair);
+                ask(row[s] + k, k % (LINE / 2) == 0);
+                even[s] = (vec)(pair << 16), odd[s] = (vec)(pair & 0xffff0000);
+            }
             UNROLLED for (int c = 0; c < columns; c++) {
-                const float *one = own[(c * p->inputs + k) / GROUP].inputs + k % GROUP;
-                UNROLLED for (int s = 0; s < STREAMS; s++) {
-                    sums[s][c] = plus_product(sums[s][c], (vec)(pair[s] << 16), wide(one));
-                    sums[s][c] = plus_product(sums[s][c], (vec)(pair[s] & 0xffff0000), wide(one + WIDE));
-                }
+                const vec one = wide(own + c * p->inputs + k), other = wide(own + c * p->inputs + k + WIDE);
+                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], even[s], one);
+                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], odd[s], other);
             }
         }
 #endif
-        UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) parts[c][s][i] = sums[s][c];
+        UNROLLED for (int s = 0; s < streams; s++)
+            UNROLLED for (int c = 0; c < columns; c++) parts[c][first + s][i] = sums[s][c];
     }
 }
 
-#define ROWS(columns)                                           \
-    case columns:                                               \
-        sums_of_rows(parts, p, at, x, of_groups, columns);      \
+#define ROWS(columns)                                                                                \
+    case columns:                                                                                    \
+        if (columns <= SOME) {                                                                       \
+            sums_of_rows(parts, p, at, x, of_groups, 0, STREAMS, columns);                           \
+        } else {                                                                                     \
+            sums_of_rows(parts, p, at, x, of_groups, 0, STREAMS / 2, columns);                       \
+            sums_of_rows(parts, p, at, x, of_groups, STREAMS / 2, STREAMS / 2, columns);             \
+        }                                                                                            \
         break;
 
 static void some_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
     switch (columns) {
         ROWS(1) ROWS(2)
-#if WIDE == 16
+#if WIDE > 4
         ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #endif
     }
 }
 
-/* A tile of each stream from output `first` of the first one on, of at most MOST columns, which take `apart` numbers of `of_groups`
-   each. residual: added to the rounded result, or NULL. */
+/* A tile of each stream from output `first` of the first one on, of at most AT_A_TIME columns, which take `apart` numbers of
+   `of_groups` each. residual: added to the rounded result, or NULL. */
 static void tile_of_streams(
     const Product *p, int64_t first, const number *x, const float *of_groups, int64_t apart, const number *residual, number *y,
     int columns) {
-    float found[MOST][STREAMS][TILE];
+    float found[AT_A_TIME][STREAMS][TILE];
     for (int64_t at = first; at < first + TILE; at += EACH) {
-        Parts parts[MOST];
-        for (int c = 0, left = (columns + SOME - 1) / SOME; left; left--) {
+        Parts parts[AT_A_TIME];
+        for (int c = 0, left = (columns + MORE - 1) / MORE; left; left--) {
             const int some = (columns - c + left - 1) / left;
             some_rows(parts + c, p, at, x + c * p->inputs, of_groups + c * apart, some);
             c += some;
@@ -913,10 +937,10 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         return;
     }
 #endif
-    const int64_t outputs = TILE * (p->rows ? STREAMS : TILES);
+    const int64_t outputs = TILE * (p->rows ? STREAMS : TILES), most = p->rows ? AT_A_TIME : MOST;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p->outputs / outputs; t++)
-        for (int64_t c = 0, left = (n + MOST - 1) / MOST; left; left--) {
+        for (int64_t c = 0, left = (n + most - 1) / most; left; left--) {
             const int64_t to = c * p->outputs, columns = (n - c + left - 1) / left; /* about as many each time */
             const number *given = x + c * p->inputs, *added = residual ? residual + to : NULL;
             const float *own = scratch + c * groups * numbers;
@@ -1299,6 +1323,40 @@ int64_t move(
                 memcpy(slots + moves[count + m] * size, slots + moves[2 * count + m] * size, size);
             }
     return 0;
+}
+
+enum { HASHES = 8, STEP = HASHES * sizeof(words) };
+
+INLINE void hash_step(words hash[HASHES], const char *bytes) {
+    UNROLLED for (int i = 0; i < HASHES; i++) {
+        words next;
+        memcpy(&next, bytes + i * sizeof next, sizeof next);
+        hash[i] = (hash[i] ^ next) * 0x9e3779b1u;
+        hash[i] ^= hash[i] >> 15;
+    }
+}
+
+/* A number for each `part` of some bytes, which depends on all of them and on their order: every step is reversible. */
+void hash_parts(const char *bytes, int64_t size, int64_t part, uint64_t *found, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t p = 0; p < (size + part - 1) / part; p++) {
+        const int64_t end = size < (p + 1) * part ? size : (p + 1) * part;
+        int64_t at = p * part;
+        words hash[HASHES];
+        UNROLLED for (int i = 0; i < HASHES; i++) hash[i] = (words)all(0);
+        for (; at + STEP <= end; at += STEP) hash_step(hash, bytes + at);
+        char rest[STEP] = {0};
+        memcpy(rest, bytes + at, end - at);
+        hash_step(hash, rest);
+        uint32_t each[STEP / 4];
+        memcpy(each, hash, STEP);
+        uint64_t whole = end;
+        for (int i = 0; i < STEP / 4; i++) {
+            whole = (whole ^ each[i]) * 0x9e3779b97f4a7c15u;
+            whole ^= whole >> 29;
+        }
+        found[p] = whole;
+    }
 }
 
 #include "heads.h"

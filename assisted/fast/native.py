@@ -50,6 +50,7 @@ OUTPUTS = 32  # outputs of packed weights are padded to a multiple,
 STREAMED = 64  # and those of weights that are read where they are
 TILE = 16  # outputs that lie together
 AT_ONCE = 256  # columns of a layer
+HASHED = 2**18  # bytes that give one number
 FLOAT32_COLUMNS = 256  # up to which products of float32 are as fast as torch's
 WIDEST = 256  # the largest head size
 _BYTES = {32: 4096, 16: 2048, 8: 1024, 4: 640}  # of a group of inputs for `OUTPUTS`, by the bits of a weight
@@ -141,6 +142,7 @@ def declared(library: Any) -> Any:
     """The library, with the types of its functions. Raises OtherLayout if its structs are others."""
     require_layout(library, *OF_NATIVE)
     library.of_group = c_int64.in_dll(library, "most_of_group").value
+    library.rows_suffice = bool(c_int64.in_dll(library, "rows_suffice").value)
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
     library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
     library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
@@ -151,7 +153,8 @@ def declared(library: Any) -> Any:
     library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
     library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
     library.fuse_features.argtypes = library.logits_of_head.argtypes
-    for name in ("multiply", "list_slots", "highest", "norms", "logits_of_head", "fuse_features"):
+    library.hash_parts.argtypes = [c_void_p, *[c_int64] * 2, c_void_p, ctypes.c_int]
+    for name in ("multiply", "list_slots", "highest", "norms", "logits_of_head", "fuse_features", "hash_parts"):
         getattr(library, name).restype = None
     for name in ("layers", "move", "step_of_head", "add_level"):
         getattr(library, name).restype = c_int64
@@ -286,6 +289,24 @@ def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
     return dtype in DTYPES and loaded(dtype)[0] is not None
 
 
+def hashes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Numbers that change with every single value of a contiguous tensor on a CPU, [any] int64, at the speed of memory; None if
+    nothing in C has been loaded."""
+    library = next(iter(ready.values()), None)
+    if library is None:
+        return None
+    found = torch.empty(-(-tensor.nbytes // HASHED), dtype=torch.int64)
+    library.hash_parts(tensor.data_ptr(), tensor.nbytes, HASHED, found.data_ptr(), torch.get_num_threads())
+    return found
+
+
+def suffices_in_place(dtype: torch.dtype) -> bool:
+    """Whether products of a few columns take no longer from the model's own weights than from packed copies. With AVX2 they do
+    not, because computing takes longer than reading."""
+    library = loaded(dtype)[0] if dtype in DTYPES else None
+    return library is not None and library.rows_suffice
+
+
 def packed(weight: torch.Tensor) -> torch.Tensor:
     """A weight of float32 or bfloat16, or its levels in int8, [out, in], in the kernels' layout, [out / 32, any] uint8."""
     weight = _padded(weight.detach())
@@ -415,7 +436,8 @@ class NativeProduct:
         self.dtype = torch.float32 if bits == 32 else torch.bfloat16
         self.library = loaded(self.dtype)[0]
         self.in_place = packed is None
-        self.most = IN_PLACE_COLUMNS if self.in_place else FLOAT32_COLUMNS if bits == 32 else MOST
+        is_limited = self.in_place and (bits == 32 or not self.library.rows_suffice)
+        self.most = IN_PLACE_COLUMNS if is_limited else FLOAT32_COLUMNS if bits == 32 else MOST
         """The most columns for which this is the fastest product."""
         full = [None if part is None else F.pad(part.float(), (0, self.outputs - len(part))) for part in (scales, bias)]
         self.held += packed, rows, *full
@@ -468,7 +490,7 @@ class NativeLayer:
         heads, output, _, down = self.products = products
         self.norms = [None if norm is None else norm.detach().contiguous() for norm in norms]
         self.dtype, self.library = heads.dtype, heads.library
-        limited = self.dtype == torch.float32 or any(product.in_place for product in products)
+        limited = self.dtype == torch.float32 or any(product.most < MOST for product in products)
         self.most = min(product.most for product in products) if limited else sys.maxsize
         """The most columns of a prompt for which this is the fastest layer."""
         hidden, inner = output.outputs, down.inputs

@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedConfig
 
-from ..engine.libraries import int_product, is_wrapper_subclass
+from ..engine.libraries import is_wrapper_subclass
 from ..engine.trust import Code, code_of
+from . import native
 
 _PART = 2**26  # words that are read at once, on devices other than a CPU
 _STEADY: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of tensors that nobody changes: checksums, once they are known
@@ -30,10 +31,9 @@ _BOOKKEEPING = frozenset(vars(nn.Module())) - {"training"}  # parameters, submod
 class Weights:
     """The tensors that a copy was made from, and checksums of their values at that time if the values were copied.
 
-    The checksum of a vector is the vector. Each row of a matrix, read as bytes, gives four sums, each weighted by a number per
-    column. Without oneDNN, words are read: each row gives its sum, each column four sums weighted by a number per row. These
-    change if entries are swapped or written, even through `.data`, which torch's version counters miss. All values are read,
-    at about memory bandwidth.
+    The checksum of a vector is the vector. The parts of a matrix on a CPU are hashed in C. Where nothing runs in C, words are
+    read: each row gives its sum, each column four sums weighted by a number per row. Both change if entries are swapped or
+    written, even through `.data`, which torch's version counters miss. All values are read, at about memory bandwidth.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -99,16 +99,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     numbers = tensor.contiguous().view(-1).view(-1, tensor.shape[-1])  # whose last stride is 1 in a single column, too
     if not tensor.is_cpu:
         return _checksum_by_parts(numbers)
-    if int_product is not None and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled:
-        octets = numbers.view(torch.int8)
-        return int_product(octets, _multipliers(octets.shape[1], torch.int8).t())
-    # without oneDNN, torch's product of bytes takes far too long; its product of words does from the left
+    if (found := native.hashes(numbers)) is not None:
+        return found
     if numbers.shape[1] * numbers.element_size() % 4 == 0:
         words = numbers.view(torch.int32)
     else:  # narrow types with an odd number of columns
         words = numbers.view(torch.uint8).to(torch.int32)
     rows, columns = words.shape
-    multipliers = _multipliers(1 << max(rows - 1, 0).bit_length(), torch.int32)[:, :rows]
+    multipliers = _multipliers(1 << max(rows - 1, 0).bit_length())[:, :rows]
     by_row = (words.view(torch.int64) if columns % 2 == 0 else words).sum(1)
     return torch.cat([(multipliers @ words).flatten().long(), by_row])
 
@@ -118,19 +116,16 @@ def _checksum_by_parts(numbers: torch.Tensor) -> torch.Tensor:
     devices, and the factors of a large matrix would take too much memory at once."""
     words = numbers.view(torch.uint8)
     words = words.view(torch.int32) if words.shape[1] % 4 == 0 else words.to(torch.int32)
-    multipliers = _multipliers(words.shape[1], torch.int32)[0].to(words.device)
+    multipliers = _multipliers(words.shape[1])[0].to(words.device)
     return torch.cat([(part * multipliers).sum(1) for part in words.split(max(1, _PART // words.shape[1]))])
 
 
 @functools.cache
-def _multipliers(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Four numbers per column (bytes) or row (words), [4, count]. The first is odd, so every change of a byte or of a word
-    changes the sum."""
-    # a processor without instructions for it adds two products of bytes in 16 bits
-    most = 2**5 if dtype == torch.int8 else 2**30
+def _multipliers(count: int) -> torch.Tensor:
+    """Four numbers per word, [4, count] int32. The first is odd, so every change of a word changes the sum."""
     with torch.inference_mode(False):
         generator = torch.Generator().manual_seed(count)
-        numbers = torch.randint(-most, most, (4, count), generator=generator, dtype=dtype)
+        numbers = torch.randint(-(2**30), 2**30, (4, count), generator=generator, dtype=torch.int32)
     numbers[0] = 2 * numbers[0] + 1
     return numbers
 

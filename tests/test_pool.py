@@ -227,19 +227,95 @@ def test_texts_that_are_used_stay_and_the_limit_is_kept() -> None:
     assert len(small) == 0
 
 
-def test_a_text_without_room_for_two_is_taken_over() -> None:
+def held_by(pool: Any) -> list[list[int]]:
+    """Columns of the segments of each stored text, of which each that several texts have is counted from the second time on
+    as 0."""
+    seen = set[int]()
+    return [
+        [0 if id(one) in seen or seen.add(id(one)) else one.width for one in entry.session.segments]  # type: ignore[func-returns-value]
+        for entry in pool._entries
+    ]
+
+
+def column_bytes(target: Any) -> int:
+    """Bytes of the keys and values of a column."""
+    model = pooled(target)
+    model.generate(questions(target)[0], **CALL)
+    slots = model.sessions._entries[0].session._slots  # type: ignore[union-attr]
+    return sum(store.nbytes for store in slots.stores) // slots.capacity  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", some([*ARCHITECTURES], ("llama", "gemma3", "deepseek_v3", "bloom")))
+def test_what_texts_have_in_common_is_held_once(name: Any) -> None:
+    target = build(name)
+    try:
+        model = pooled(target)
+    except ValueError:
+        pytest.skip("refused as a target")
+    texts, turn = questions(target, 4), NEW + CALL["max_new_tokens"]
+    for at, text in enumerate(texts):
+        assert model.generate(text, **CALL).tolist() == said_by(target, text, **CALL).tolist()
+        if report_of(model).warnings or report_of(model).way == "plain":
+            pytest.skip("takes nothing from a pool")
+        assert report_of(model).cached_tokens == (PREFIX - 1 if at else 0)
+    pool, tail = model.sessions, turn - 1
+    assert held_by(pool) == [[PREFIX, tail], [0, tail], [0, tail], [0, tail]]
+    assert pool.nbytes == (PREFIX + 4 * tail) * column_bytes(target)  # type: ignore[union-attr]
+    half = torch.cat([texts[0][:, : PREFIX // 2], random_ids(target, 1, NEW, seed=30)], 1)
+    for text in (half, *texts):
+        assert model.generate(text, **CALL).tolist() == said_by(target, text, **CALL).tolist()
+    assert pool.nbytes == (PREFIX + 5 * tail) * column_bytes(target)  # type: ignore[union-attr]
+    assert sum(map(sum, held_by(pool))) == PREFIX + 5 * tail
+
+
+def test_a_conversation_goes_on_after_a_beginning_that_others_have() -> None:
+    target = build(BY_NAME["llama"])
+    model = pooled(target, half_right(target))
+    first, text, _ = questions(target)
+    model.generate(first, **CALL)
+    known = PREFIX - 1
+    for turn in range(4):
+        found = model.generate(text, **CALL)
+        assert found.tolist() == target.generate(text, **CALL).tolist()
+        assert report_of(model).cached_tokens == known
+        assert [len(parts) for parts in held_by(model.sessions)] == [2, 2]  # no part for each turn
+        known, text = found.shape[1] - 1, torch.cat([found, random_ids(target, 1, NEW, seed=50 + turn)], 1)
+
+
+def test_a_beginning_is_held_as_long_as_some_text_has_it() -> None:
+    target = build(BY_NAME["llama"])
+    model, column, tail = pooled(target), column_bytes(target), NEW + CALL["max_new_tokens"] - 1
+    model.sessions = pool = SessionPool(max_bytes=(PREFIX + 2 * tail) * column)
+    texts = questions(target, 3)
+    for number in (0, 1, 2, 1, 0):
+        assert model.generate(texts[number], **CALL).tolist() == said_by(target, texts[number], **CALL).tolist()
+        assert len(pool) <= 2 and pool.nbytes <= pool.max_bytes
+    assert pool.nbytes == pool.max_bytes and held_by(pool) == [[PREFIX, tail], [0, tail]]
+    model.generate(random_ids(target, 1, PREFIX + tail, seed=60), **CALL)  # one of them has to go
+    assert len(pool) == 1 and pool.nbytes <= pool.max_bytes
+
+
+def test_a_text_that_calls_read_is_divided_at_their_end() -> None:
     target = build(BY_NAME["llama"])
     model = pooled(target)
-    first, second, _ = questions(target)
+    first, second, third = questions(target)
     model.generate(first, **CALL)
-    model.sessions = pool = SessionPool(max_bytes=model.sessions.nbytes * 3 // 2)  # type: ignore[union-attr]
-    slots = set()
-    for prompt in (first, second, first):
-        assert model.generate(prompt, **CALL).tolist() == target.generate(prompt, **CALL).tolist()
-        assert len(pool) == 1
-        slots.add(pool._entries[0].session._slots)
-    assert len(slots) == 1  # nothing was copied
-    assert report_of(model).cached_tokens == PREFIX - 1
+    whole = model.sessions._entries[0].session._slots  # type: ignore[union-attr]
+    before = [store.clone() for store in whole.stores]  # type: ignore[union-attr]
+    lengths = list[list[int]]()
+
+    def inside(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not lengths:
+            lengths.append([])
+            model.generate(third, **CALL)
+            lengths.append([len(parts) for parts in held_by(model.sessions)])
+            assert all(map(torch.equal, whole.stores, before))  # type: ignore[union-attr]
+        return scores
+
+    found = model.generate(second, logits_processor=[inside], **CALL)
+    assert found.tolist() == target.generate(second, **CALL).tolist()
+    assert lengths[1] == [0, 0] and [len(parts) for parts in held_by(model.sessions)] == [2, 2, 2]
+    assert sum(map(sum, held_by(model.sessions))) == PREFIX + 3 * (NEW + CALL["max_new_tokens"] - 1)
 
 
 def test_bytes_are_counted_with_those_of_the_draft() -> None:

@@ -151,7 +151,7 @@ MUTANTS = [
     ("engine/verifiable.py", "if kept else reason", "if False else reason"),
     ("engine/verifiable.py", "all(one.is_current() for one in records)", "True"),
     ("engine/session.py", "min(self._length, shared - 1, width - 1)", "min(self._length, width - 1)"),
-    ("engine/session.py", "self._slots.rewind([self._length] * self._slots.rows)", "pass"),
+    ("engine/session.py", "slots.rewind([self._length] * slots.rows)", "pass"),
     ("fast/capture.py", "self.held.popitem(last=False)", "self.held.popitem(last=True)"),
     ("fast/low_bit.py", "-inputs % _INPUTS[bits], 0, -outputs % _OUTPUTS[bits]", "0, 0, -outputs % _OUTPUTS[bits]"),
     ("fast/products.py", "return made[:columns].view(", "return made[-columns:].view("),

@@ -202,6 +202,10 @@ class SlotCache(Cache):
         """Others of this kind, without contents."""
         return SlotCache(self.rows, self.limit)
 
+    def drop(self) -> None:
+        """Hold nothing any more, and be given nothing: others have copies. A drafting keeps its call, and this the slots."""
+        self.layers, self.outlives = [], False
+
     def states(self) -> list[torch.Tensor]:
         """The recurrent states of all layers, [B, ...] each, as far as they have any."""
         return []

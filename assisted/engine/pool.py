@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from .cache import SlotCache
+from .segments import Segment
 from .session import LEAST, Session, can_go_on
 
 
@@ -45,7 +46,6 @@ class _Entry:
     model: weakref.ref[Any]
     session: Session
     text: torch.Tensor
-    nbytes: int
     readers: int = 0
 
     def shared(self, ids: torch.Tensor) -> int:
@@ -59,14 +59,20 @@ class _Entry:
         held = len(self.text) - 1  # states are those after this token, and can't go back
         return held if held <= min(shared, width - 1) else 0
 
+    def in_common(self, other: _Entry) -> int:
+        """How many columns it has in common with another one that can be held once for both."""
+        if self.model() is not other.model() or not (self.session.in_slots and other.session.in_slots):
+            return 0
+        return min(self.shared(other.text), len(self.text) - 1, len(other.text) - 1)
+
 
 class SessionPool:
     """What earlier calls have read, for prompts that begin with the same tokens.
 
     Give one to `from_pretrained(..., sessions=SessionPool())`, set `model.sessions`, or pass `generate(..., sessions=)`. A call
     with one prompt then looks up the stored text that has the longest beginning in common with its prompt, and reads only the
-    rest, in the target, in a draft model and in heads. A text that only goes on is taken over. If the texts part, what they
-    have in common is copied, and both stay. The tokens are those of a call without a pool.
+    rest, in the target, in a draft model and in heads. A text that only goes on is taken over. If the texts part, both stay,
+    and the target's keys and values of what they have in common are held once. The tokens are those of a call without a pool.
 
     Recurrent states can't go back to an earlier token. They are kept at the end of each text, and where a later prompt parts
     from a text (2411.19379), so that the third prompt with the same beginning profits.
@@ -103,7 +109,7 @@ class SessionPool:
     def nbytes(self) -> int:
         """Bytes of what is stored."""
         with self._lock:
-            return sum(entry.nbytes for entry in self._entries)
+            return _nbytes_of(self._entries)
 
     def clear(self) -> None:
         """Forget all texts."""
@@ -131,6 +137,8 @@ class SessionPool:
                     source.readers -= 1
                 for session in reversed(lent.left):  # the part that texts have in common is used last
                     self._store(model, state, session)
+                if source in self._entries:  # it could not be divided while calls read it
+                    _share(source, self._entries)
 
     def _now(self, model: Any, state: State) -> State:
         """The present state of a model. Drops what models have read that are gone or have changed since."""
@@ -153,9 +161,8 @@ class SessionPool:
             return Lent(Session(config, model), ends, model, config), None
         entry, shared = best
         self._entries.remove(entry)
-        rest = len(entry.text) - 1 - usable
-        goes_on = rest < LEAST or 2 * entry.nbytes > self.max_bytes  # or there is no room for both
-        if entry.session.in_slots and not entry.readers and goes_on:
+        goes_on = len(entry.text) - 1 - usable < LEAST
+        if entry.session.in_slots and not (entry.session.segments or entry.readers) and goes_on:
             session = entry.session
         else:
             self._entries.append(entry)
@@ -167,12 +174,13 @@ class SessionPool:
     def _store(self, model: Any, state: State, session: Session) -> None:
         if session.ids is None or self._states.get(model) is not state:
             return
-        entry = _Entry(weakref.ref(model), session, session.ids[0].cpu(), session.nbytes)
-        if entry.nbytes > self.max_bytes:
+        entry = _Entry(weakref.ref(model), session, session.ids[0].cpu())
+        entries = [*(one for one in self._entries if not _replaces(entry, one)), entry]
+        _share(entry, entries)
+        if _nbytes_of([entry]) > self.max_bytes:
             return
-        self._entries = [one for one in self._entries if not _replaces(entry, one)]
-        self._entries.append(entry)
-        while sum(one.nbytes for one in self._entries) > self.max_bytes:
+        self._entries = entries
+        while _nbytes_of(self._entries) > self.max_bytes:
             self._entries.pop(0)
 
 
@@ -208,8 +216,54 @@ class Lent:
             self.session.keep(slots, ids, kept)
         else:
             self.session.keep_copy(slots, ids, kept)
-            slots.layers = []  # a drafting keeps its call, and this the slots
+            slots.drop()
         self.left.append(self.session)
+
+
+def _nbytes_of(entries: Iterable[_Entry]) -> int:
+    """Bytes of stored texts. What several have in common counts once."""
+    sessions = [entry.session for entry in entries]
+    segments = {id(one): one for session in sessions for one in session.segments}
+    return sum(one.nbytes for one in (*sessions, *segments.values()))
+
+
+def _share(text: _Entry, entries: list[_Entry]) -> None:
+    """Let a text and others hold once what they have in common. Those that hold it themselves are divided, unless calls read
+    it.
+
+    entries: all texts.
+    """
+    known = ((one, text.in_common(one)) for one in entries if one is not text)
+    for one, shared in sorted(known, key=lambda found: found[1], reverse=True):
+        whole = [both for both in (text, one) if not both.session.segments]
+        if shared < LEAST or any(both.readers for both in whole):
+            continue
+        if len(whole) == 2:
+            whole.pop().session.cut(shared)
+        for own in whole:
+            before = _beginning(one if own is text else text, shared, entries)
+            own.session.cut(sum(segment.width for segment in before), before)
+
+
+def _beginning(text: _Entry, shared: int, entries: list[_Entry]) -> list[Segment]:
+    """The segments of a text with its first `shared` columns. One that ends after them is split in all texts, unless only a few
+    of its columns are among them.
+
+    entries: all texts.
+    """
+    found: list[Segment] = []
+    for segment in text.session.segments:
+        if shared < min(segment.width, LEAST):
+            break
+        if shared < segment.width:
+            parts = segment.split(shared)
+            for session in (one.session for one in entries):
+                each = (parts if one is segment else (one,) for one in session.segments)
+                session.segments = [part for of_one in each for part in of_one]
+            segment = parts[0]
+        found.append(segment)
+        shared -= segment.width
+    return found
 
 
 def _replaces(new: _Entry, old: _Entry) -> bool:

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .cache import SlotCache, SlotLayer
+from .segments import Segment, cut, joined
 from .states import SavedStates, StateCache, copy_row, held, nbytes_of
 from .traits import Change
 
@@ -54,6 +55,7 @@ class Session(DynamicCache):
         shared: tokens of the text that the prompt of the present call begins with.
         ends: of parts of the present prompt, after which states that can't go back are to be kept (`mark`); ascending.
         forks: the present call copies what it goes on from.
+        segments: what was in the slots, in parts that other sessions of a pool may have, too; empty if it is still there.
     """
 
     ids: torch.Tensor | None
@@ -62,6 +64,7 @@ class Session(DynamicCache):
     shared: int
     ends: Sequence[int] = ()
     forks: bool
+    segments: Sequence[Segment] = ()
     saved: SavedStates
     _slots: SlotCache | None
     _length: int  # columns, which all rows have
@@ -98,12 +101,12 @@ class Session(DynamicCache):
 
     @property
     def in_slots(self) -> bool:
-        """Whether the keys and values are in the slots of the last call."""
+        """Whether the keys and values are in the slots of the last call, or were there."""
         return self._slots is not None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys, values and states, and of what the drafter keeps."""
+        """Bytes of the keys, values and states, and of what the drafter keeps; without segments, which others may have, too."""
         drafting = None if self.kept is None else self.kept[1]
         layers = [*self.saved.layers, *(self._layers if self._slots is None else ())]
         slots = () if self._slots is None else self._slots.stores
@@ -199,8 +202,17 @@ class Session(DynamicCache):
         """
         assert self._slots is not None
         self.require_rows(rows)
-        self._slots = go_on(self._slots, self._length, limit, self.forks)
+        slots = self._whole(limit)
+        self._slots = go_on(slots, self._length, limit, self.forks and slots is self._slots)
+        self.segments = ()
         return self._slots
+
+    def cut(self, end: int, before: Sequence[Segment] = ()) -> None:
+        """Move what is in the slots into segments, one of them ending at a column, which may be the last. before: segments
+        with the columns until there, which are forgotten here. For slots of a single row, without padding."""
+        assert self._slots is not None
+        parts = cut(self._slots, (end, self._length) if before else (0, end, self._length))
+        self.segments = [*before, *(part for part in parts if part.width)]
 
     def require_rows(self, rows: int) -> None:
         """Raise ValueError if the session has another number of rows."""
@@ -214,7 +226,7 @@ class Session(DynamicCache):
     def keep(self, slots: SlotCache, ids: torch.Tensor, kept: Any) -> None:
         """Hold what a call leaves. slots: the target's. ids: its text, [B, L] int64. kept: the drafter with its state."""
         self._layers = []
-        self._slots = slots
+        self._slots, self.segments = slots, ()
         self._note(ids, kept)
 
     def keep_copy(self, slots: SlotCache, ids: torch.Tensor, kept: Any, mask: torch.Tensor | None = None) -> None:
@@ -251,7 +263,7 @@ class Session(DynamicCache):
         as it is."""
         other = Session(self._config)
         other._models = self._models
-        other._layers, other._slots = self._layers, self._slots
+        other._layers, other._slots, other.segments = self._layers, self._slots, self.segments
         other.ids, other.kept, other._length, other.forks = self.ids, self.kept, self._length, True
         return other
 
@@ -263,12 +275,19 @@ class Session(DynamicCache):
         self.ids, self.mask, self.kept, self._length, self.forks = ids, mask, kept, ids.shape[1] - 1, False
 
     def _dynamic_layers(self) -> list[Any]:
+        slots = self._whole(self._length)
+        slots.rewind([self._length] * slots.rows)  # a call that failed may have left more
+        return slots.to_dynamic(self._config).layers
+
+    def _whole(self, limit: int) -> SlotCache:
+        """The slots; if they are in segments, others with a copy. limit: as for `SlotCache`."""
         assert self._slots is not None
-        self._slots.rewind([self._length] * self._slots.rows)  # a call that failed may have left more
-        return self._slots.to_dynamic(self._config).layers
+        if not self.segments:
+            return self._slots
+        return joined(self.segments, self._length, limit, self._slots.right_aligned)
 
     def _drop(self) -> None:
-        self._slots = None
+        self._slots, self.segments = None, ()
         self.ids = self.mask = self.kept = None
         self._length = self.shared = 0
         self.forks = False

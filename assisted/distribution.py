@@ -370,17 +370,17 @@ def _prefixes(ids: torch.Tensor, lengths: list[int], draft: Draft, nodes: Sequen
     ]
 
 
-def _paths(draft: Draft, nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """The drafted tokens on the path to each of `nodes`, by row and node."""
+def _paths(draft: Draft, nodes: Sequence[int]) -> list[list[tuple[int, ...] | None]]:
+    """The drafted tokens on the path to each of `nodes`, by row and node; None for filler."""
     if not draft.width:
         return [[()] * len(nodes) for _ in range(len(draft.lengths))]
     parents = [range(-1, draft.width - 1)] * len(draft.lengths) if draft.parents is None else draft.parents.tolist()
     found = []
-    for tokens, above in zip(draft.tokens.tolist(), parents, strict=True):
+    for count, tokens, above in zip(draft.lengths.tolist(), draft.tokens.tolist(), parents, strict=True):
         paths: list[tuple[int, ...]] = [()]
-        for token, parent in zip(tokens, above, strict=True):
+        for token, parent in zip(tokens[:count], above[:count], strict=True):
             paths.append((*paths[parent + 1], token))
-        found.append([paths[node + 1] for node in nodes])
+        found.append([paths[node + 1] if node < count else None for node in nodes])
     return found
 
 

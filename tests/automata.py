@@ -8,7 +8,7 @@ from pairs import ENDS
 
 from assisted.grammars import GrammarProcessor, Matcher
 
-__all__ = ["END", "Automaton", "Brackets", "any_grammar", "brackets"]
+__all__ = ["END", "Automaton", "Brackets", "Fragile", "any_grammar", "brackets"]
 
 END = 2
 
@@ -56,6 +56,22 @@ class Brackets(Automaton):
             edges[depth] |= {token: depth - 1 for token in range(11, VOCABULARY, 10) if depth}
             edges[depth] |= {token: None for token in ENDS if not depth}
         super().__init__(edges, **kwargs)
+
+
+class Fragile(Brackets):
+    """Fails after drafted tokens. Without drafts, it goes on."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.settled = 1
+
+    def settle(self):
+        self.settled = len(self.states)
+
+    def allowed(self, size):
+        if len(self.states) > self.settled:
+            raise RuntimeError("no such state")
+        return super().allowed(size)
 
 
 def brackets(**kwargs):

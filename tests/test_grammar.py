@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import VOCABULARY
-from automata import END, Automaton, Brackets, brackets
+from automata import END, Automaton, Brackets, Fragile, brackets
 from covering import in_turns
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,6 +128,16 @@ def test_rows_advance_on_their_own():
         generate(model, rows=3, max_new_tokens=48, logits_processor=[processor])
         passes.append(model.report.target_passes)
     assert passes[0] < passes[1]
+
+
+@pytest.mark.filterwarnings("ignore::assisted.core.drafts.DraftingStopped")
+def test_a_row_whose_matcher_fails_at_a_draft_goes_on_without():
+    target, model = pair()
+    kinds = iter([Fragile, Brackets, Brackets])
+    plain = generate(target, rows=3, logits_processor=[brackets()])
+    found = generate(model, rows=3, logits_processor=[GrammarProcessor(lambda: next(kinds)())])
+    assert found.tolist() == plain.tolist()
+    assert model.report.accepted > 0 and "no such state" in model.report.warnings[0]
 
 
 def test_several_sequences_and_other_processors():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, half_right, random_ids
-from automata import END, Automaton, any_grammar
+from automata import END, Automaton, Brackets, Fragile, any_grammar, brackets
 from crowd import Requests
 from pairs import BY_NAME, CALL, ENDS, tokenizer
 from test_many import DRAFTS, STATES, parts_read
@@ -18,6 +18,7 @@ from test_sampling import ALPHA, PROMPT, SEQUENCES, counts, exact_distribution, 
 from test_sampling import NEW_TOKENS as SAMPLED
 
 from assisted import AssistedModelForCausalLM, GrammarProcessor, SessionPool
+from assisted.core.drafts import DraftingStopped
 from assisted.engine.runner import CachedModel
 from assisted.fast.sources import Source
 from assisted.lengths.policies import Never
@@ -160,6 +161,48 @@ def test_what_a_rows_grammar_forces_is_drafted_and_a_dead_end_is_that_rows_error
     assert recorder is not None and recorder.target_passes == 1 and recorder.accepted == 11
     assert "allows no token of this vocabulary after 10 new tokens" in str(requests.coming[1][1].error)
     assert found[2].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
+
+
+@pytest.mark.parametrize("draft", ["model", "draft tree", "suffix"])
+def test_a_row_whose_matcher_fails_at_a_draft_goes_on_without(draft: str) -> None:
+    """The others keep their drafts, and another text in its row has some."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), draft_length=3)
+    requests, prompt = Requests(model, 2), random_ids(target, 1, 9)[0]
+    call, when = CALL | {"max_new_tokens": 24}, (0, 0, 1)
+    makers = [lambda: GrammarProcessor(Fragile), brackets, brackets]
+    for make, at in zip(makers, when, strict=True):
+        requests.ask(prompt, call | {"logits_processor": [make()]}, at)
+    with pytest.warns(DraftingStopped, match="RuntimeError: no such state") as warned:
+        found = requests.answers()
+    assert len(warned) == 1
+    expected = target.generate(prompt[None], **call, logits_processor=[brackets()])[0].tolist()
+    assert [found[number].ids.tolist() for number in range(3)] == [expected] * 3
+    recorders = [asked.recorder for _, asked in requests.coming]
+    assert recorders[0].accepted == 0 and recorders[0].target_passes == 24  # type: ignore[union-attr]
+    assert "no such state" in recorders[0].report().warnings[0]  # type: ignore[union-attr]
+    for recorder in recorders[1:]:
+        assert recorder is not None and recorder.accepted > 0 and not recorder.report().warnings
+
+
+def test_a_matcher_that_fails_in_its_text_ends_that_alone() -> None:
+    class Broken(Brackets):
+        def allowed(self, size: int) -> torch.Tensor:
+            if len(self.states) > 4:
+                raise RuntimeError("no such state")
+            return super().allowed(size)
+
+    target = build(BY_NAME["llama"])
+    requests, prompt = (
+        Requests(AssistedModelForCausalLM.from_models(target, half_right(target)), 2),
+        random_ids(target, 1, 9)[0],
+    )
+    requests.ask(prompt, CALL | {"logits_processor": [GrammarProcessor(Broken)]})
+    requests.ask(prompt, CALL)
+    with pytest.warns(DraftingStopped, match="no such state"):
+        found = requests.answers()
+    assert "no such state" in str(requests.coming[0][1].error)
+    assert found[1].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
 
 
 def test_a_row_that_joins_with_a_criterion_of_its_own_is_refused() -> None:

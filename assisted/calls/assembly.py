@@ -63,8 +63,13 @@ class Assembly:
         distribution = self.distribution
         self.own = self.drafter.start(self.about(self.target, self.session, self.target.states, self.inputs.own_mask))
         splits = self.drafter.needs.split
-        around, self.length = guided(self.own, self.length, distribution, self.tokenizer, splits)
+        around, self.length = guided(self.own, self.length, distribution, self.tokenizer, splits, self.tell)
         return self.guarded(around)
+
+    def tell(self, row: int, reason: str) -> None:
+        """A row gets no drafts any more."""
+        self.settings.warn(reason)
+        self.text.tell(row, reason)
 
     def about(
         self, target: CachedModel, session: Session | None, states: States, mask: torch.Tensor | None = None

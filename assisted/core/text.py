@@ -188,6 +188,9 @@ class Text:
         if self.streamer is not None:
             self.streamer.put(tokens.cpu())
 
+    def tell(self, row: int, reason: str) -> None:
+        """Note, where rows have reports of their own, why one of them gets no drafts any more."""
+
     def output(self) -> torch.Tensor:
         """All rows as one tensor, [B, longest] int64; shorter rows are filled with the pad token."""
         longest = max(self.lengths)

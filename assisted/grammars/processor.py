@@ -108,12 +108,16 @@ class Grammar:
     Args:
         processor: the caller's. It is called once, with the prompt, which makes its matchers; then these are moved.
         matchers: its attribute with them. In the end they are where plain `generate` leaves them.
+
+    Attributes:
+        raised: by row, what its matcher raised after drafted tokens. Without drafts, it may go on.
     """
 
     def __init__(self, processor: Any, matchers: str):
         self.processor, self.matchers = processor, matchers
         self.rows: list[Place] = []
         self.start = self.size = 0  # the prompt's length, and the vocabulary size
+        self.raised: dict[int, Exception] = {}
 
     def begin(self, prompt: torch.Tensor, size: int) -> None:
         """Start after a prompt, [B, P] int64, at the first call. size: of the vocabulary."""
@@ -154,18 +158,24 @@ class Grammar:
         ids: torch.Tensor,
         lengths: list[int],
         rows: Sequence[int],
-        paths: Sequence[Sequence[tuple[int, ...]]],
+        paths: Sequence[Sequence[tuple[int, ...] | None]],
         strict: bool,
     ) -> torch.Tensor:
         """Scores with -inf for forbidden tokens. After drafted tokens that are forbidden themselves, nothing changes.
 
         scores: [B, k, V]. ids: [B, S], lengths: of the same rows. rows: their numbers in the batch. paths: the drafted tokens
-        before each of the k columns, by row.
+        before each of the k columns, by row; None for a column that nobody reads.
         """
         masks = []
         for row, own, length, of_row in zip(rows, ids, lengths, paths, strict=True):
-            self.read(row, own, length)
-            masks.append([self.mask(row, path, strict) for path in of_row])
+            try:
+                self.read(row, own, length)
+                masks.append([None if path is None else self.mask(row, path, strict) for path in of_row])
+            except Exception as error:  # of a library, or of the caller's matcher
+                if strict:
+                    raise
+                self.raised[row] = error
+                masks.append([None] * len(of_row))
         return masked(scores, masks, self.rows[0].matcher)
 
     def finish(self, ids: torch.Tensor, lengths: list[int]) -> None:

@@ -14,6 +14,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from ..core.acceptance import top1
 from ..core.drafts import Draft
+from ..core.host import is_out_of_memory
 from ..distribution import Distribution, Draws, probabilities
 from ..grammars.processor import Grammar
 
@@ -111,8 +112,8 @@ class OfRows(Distribution):
             of_members, counts = draft.of_rows(members), [lengths[row] for row in members]
             try:
                 found = own.scores(ids[members], counts, scores[members], of_members, None, nodes)
-            except ValueError as error:
-                if not own.grammars:
+            except Exception as error:  # of a library, or of the caller's matcher
+                if self.drafts or not own.grammars or is_out_of_memory(error):
                     raise
                 self.failed.setdefault(members[0], error)
                 continue

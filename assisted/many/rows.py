@@ -293,8 +293,8 @@ class Batch:
         try:
             for grammar in asked.distribution.grammars.values():
                 grammar.finish(answer.ids[None], [len(answer.ids)])
-        except ValueError as error:
-            asked.error = error
+        except Exception as error:  # of a library, or of the caller's matcher
+            asked.error = asked.error or error
         self.distribution.give(row, None)
         self.free.append(row)
         self.begun[row].leave(answer.ids, self.drafter)

@@ -96,6 +96,10 @@ class Rows(Text):
     def room(self) -> int:
         return max(asked.limit - self.lengths[row] for row, asked in self.asked.items())
 
+    def tell(self, row: int, reason: str) -> None:
+        if (recorder := self.asked[row].recorder) is not None:
+            recorder.warnings.append(reason)
+
     def begin(self, row: int, asked: Asked) -> None:
         """Give a row a text."""
         width = len(asked.prompt)

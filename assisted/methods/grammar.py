@@ -6,7 +6,7 @@ Knows grammars and drafters by their interfaces. Every guess is verified as any 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,16 +32,22 @@ _SPACES = str.maketrans("ĠĊĉč▁", " \n\t\r ")  # as the tokens of byte-leve
 
 
 def guided(
-    drafting: Drafting, length: Length, distribution: Distribution, tokenizer: Any, splits: bool
+    drafting: Drafting,
+    length: Length,
+    distribution: Distribution,
+    tokenizer: Any,
+    splits: bool,
+    tell: Callable[[int, str], None],
 ) -> tuple[Drafting, Length]:
     """The drafting and the draft length of a call, with guesses from its grammar if it has one.
 
-    tokenizer: the target's, None if there is none. splits: the target has half read the drafts when they are proposed.
+    tokenizer: the target's, None if there is none. splits: the target has half read the drafts when they are proposed. tell:
+    called with a row and the reason if the row gets no drafts any more.
     """
     if not distribution.may_have_grammars:
         return drafting, length
     around = GuidedLength(length, distribution)
-    return GuidedDrafting(drafting, around, Guesses(tokenizer), splits), around
+    return GuidedDrafting(drafting, around, Guesses(tokenizer), tell, splits), around
 
 
 class GuidedLength(Length):
@@ -87,11 +93,20 @@ class GuidedDrafting(Drafting):
     Args:
         drafting: the other one, which sees its own drafts only.
         length: has its draft length, and the rows' grammars.
+        tell: see `guided`.
         splits: what it proposes is not changed, because the target would have to read it again.
     """
 
-    def __init__(self, drafting: Drafting, length: GuidedLength, guesses: Guesses, splits: bool = False):
-        self.drafting, self.length, self.guesses, self.splits = drafting, length, guesses, splits
+    def __init__(
+        self,
+        drafting: Drafting,
+        length: GuidedLength,
+        guesses: Guesses,
+        tell: Callable[[int, str], None],
+        splits: bool = False,
+    ):
+        self.drafting, self.length, self.guesses, self.splits, self.tell = drafting, length, guesses, splits, tell
+        self.failed: set[int] = set()  # rows whose matcher raised after drafted tokens: without these, it may go on
         self.grammar = length.distribution.grammar
         self.text: Text | None = None
         self.before: list[int] = []  # the rows' lengths when the draft was made
@@ -101,16 +116,21 @@ class GuidedDrafting(Drafting):
         return [self.drafting]
 
     def renew(self, text: Text, row: int, call: Call) -> None:
+        self.failed.discard(row)
         self.drafting.renew(text, row, call)
 
     def propose(self, text: Text, budget: int) -> Draft:
         own = min(budget, self.length.given)
         draft = self.drafting.propose(text, own) if own > 0 else Draft.empty(text.rows, text.ids.device)
         self.text, self.before, self.proposed = text, list(text.lengths), None
+        for row in text.unfinished:
+            grammar, own = self.grammar(row)
+            if grammar is not None and own in grammar.raised:  # while the other drafting asked for masks
+                self._fail(row, grammar.raised[own])
         if (self.splits and draft.width) or not self.length.guides(text.unfinished):
             return draft
         if draft.parents is not None:
-            return draft if draft.q is not None else self._around(text, draft, budget)
+            return self._without_failed(draft) if draft.q is not None else self._around(text, draft, budget)
         rows = rows_of(draft)
         found = self._chains(text, rows, budget, draft.q is None)
         if found == rows:
@@ -130,8 +150,11 @@ class GuidedDrafting(Drafting):
         paths = first_paths(draft)
         nothing: list[list[int]] = [[] for _ in paths]
         chains = [self._chains(text, rows, budget, True) for rows in (paths, nothing)]
+        draft = self._without_failed(draft)
         if chains == [paths, nothing]:
             return draft
+        for row in self.failed:
+            chains[0][row] = []
         guessed = [from_lists(rows, None, draft.tokens.device) for rows in chains]
         return replace(merge([draft, *guessed]), expected=draft.expected, member=draft.member)
 
@@ -140,8 +163,25 @@ class GuidedDrafting(Drafting):
         found = list(rows)
         for row in text.unfinished:
             room = min(budget, text.max_length - text.lengths[row] - 1)
-            found[row] = self._guided(row, text, rows[row], room, may_cut)
+            try:
+                found[row] = [] if row in self.failed else self._guided(row, text, rows[row], room, may_cut)
+            except Exception as error:  # of a library, or of the caller's matcher
+                self._fail(row, error)
+                found[row] = []
         return found
+
+    def _fail(self, row: int, error: Exception) -> None:
+        if row not in self.failed:
+            self.failed.add(row)
+            self.tell(row, f"Drafting failed ({type(error).__name__}: {error}); continuing without drafts.")
+
+    def _without_failed(self, draft: Draft) -> Draft:
+        """A tree without nodes in rows whose matcher has failed."""
+        if not self.failed or draft.parents is None:
+            return draft
+        lengths, parents, rows = draft.lengths.clone(), draft.parents.clone(), sorted(self.failed)
+        lengths[rows], parents[rows] = 0, -1
+        return replace(draft, lengths=lengths, parents=parents)
 
     def _guided(self, row: int, text: Text, drafted: list[int], room: int, may_cut: bool) -> list[int]:
         """A row's chain, at most `room` tokens. may_cut: its tokens were not drawn from a distribution."""

@@ -427,7 +427,8 @@ def _sum(first: Report, *others: Report) -> Report:
     for one in others:
         sums = {name: getattr(first, name) + getattr(one, name) for name in _SUMS}
         tokens = (sum(first.row_tokens) + sum(one.row_tokens),)
-        first = replace(one, **sums, cached_tokens=first.cached_tokens, row_tokens=tokens)
+        warnings = tuple(dict.fromkeys((*first.warnings, *one.warnings)))
+        first = replace(one, **sums, cached_tokens=first.cached_tokens, row_tokens=tokens, warnings=warnings)
     return first
 
 

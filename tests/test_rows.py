@@ -218,8 +218,8 @@ def test_a_row_that_joins_with_a_criterion_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     "widths,when,rows,chunk,parts,begin",
     [
-        ([43, 4], [1, 2], 3, 5, [[5], [3, 2], [5]], [10, 3]),
-        ([8, 10, 9], [1, 1, 1], 4, 30, [[7, 8, 9]], [2, 2, 2]),
+        ([43, 4], [1, 2], 3, 5, [[5], [3, 1], [5]], [11, 3]),
+        ([8, 10, 9], [1, 1, 1], 4, 30, [[7], [8, 7], [2]], [2, 4, 3]),
         ([50, *[7] * 9], [1] * 10, 3, 8, [[6, 2]] * 9, [14, *range(2, 11)]),
     ],
     ids=["a short one", "several", "a long one"],
@@ -234,7 +234,7 @@ def test_prompts_are_read_in_parts_between_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beside a text that is being written, no more than a chunk is read before each round. A short prompt does not wait for the
-    end of a long one, nor a long one for short ones that keep coming. Those that fit into a chunk begin with the next round.
+    end of a long one, nor a long one for short ones that keep coming. Of those that fit into a chunk, one begins in each round.
 
     widths, when: of the prompts, and in which rounds they come. parts: what is read before each round. begin: in which round
     each text begins.
@@ -267,9 +267,9 @@ def test_prompts_are_read_in_parts_between_rounds(
     "rests,most,rows,expected",
     [
         ([40], 16, 4, [16]),
-        ([40, 3, 5], 16, 4, [8, 3, 5]),
-        ([40, 30, 9, 10], 16, 4, [4, 0, 9, 3]),
-        ([3, 30, 0, 5], 16, 4, [3, 8, 0, 5]),
+        ([40, 3, 5], 16, 4, [4, 3, 0]),
+        ([40, 30, 9, 10], 16, 4, [4, 0, 9, 0]),
+        ([3, 30, 0, 5], 16, 4, [3, 0, 0, 0]),
         ([9, 2], 3, 4, [1, 2]),
         ([40, 40, 40], 16, 4, [16, 0, 0]),
     ],

@@ -128,7 +128,8 @@ class Reading:
 def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
     """How many tokens of each prompt are read before the next round, no more than `most` in all.
 
-    The shortest rest goes first. The prompt that came first gets at least a row's share, so that further ones don't hold it up.
+    The shortest rest goes first, and if it is read to its end, no others are, so that its text begins without them. The prompt
+    that came first gets at least a row's share, so that further ones don't hold it up.
 
     rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch.
     """
@@ -137,4 +138,6 @@ def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
     for place in sorted(range(len(rests)), key=rests.__getitem__):
         more = min(rests[place] - found[place], left)
         found[place], left = found[place] + more, left - more
+        if found[place] == rests[place] > 0:
+            break
     return found

@@ -239,7 +239,8 @@ class Batch:
         return min([one.rest, *(other.until - one.read for other in self.reading if other.after is one)])
 
     def _read_on(self) -> Iterator[tuple[Asked, Answer]]:
-        """Read on in prompts, `chunk` tokens of all. Returns those that nobody waits for any more."""
+        """Read on in prompts, `chunk` tokens of all. Once one has been read, its first token comes with the next round, before
+        others are read on. Returns those that nobody waits for any more."""
         for one in [one for one in self.reading if one.asked.left()]:
             self.reading.remove(one)
             self.free.append(one.row)
@@ -250,10 +251,13 @@ class Batch:
             yield one.asked, Answer(one.asked.index, one.asked.prompt, len(one.asked.prompt))
         left = self.chunk or sys.maxsize
         while ready := [one for one in self.reading if one.after is None and (left > 0 or not one.rest)]:
+            begins = False
             parts = shares([self._ahead(one) for one in ready], left, self.text.rows)
             for one, part in sorted(zip(ready, parts, strict=True), key=lambda found: self._ahead(found[0])):
                 if part or not one.rest:
                     left -= self._read_part(one, part)
+                    begins |= part > 0 and not one.rest
+            left = 0 if begins and self.chunk is not None else left
 
     def _read_part(self, one: Reading, most: int) -> int:
         """Read on in a prompt, and begin with its text if that was the end. Returns how many tokens were read."""

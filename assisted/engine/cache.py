@@ -204,7 +204,7 @@ class SlotCache(Cache):
 
     def drop(self) -> None:
         """Hold nothing any more, and be given nothing: others have copies. A drafting keeps its call, and this the slots."""
-        self.layers, self.outlives = [], False
+        self.layers, self.outlives = list[Any](), False
 
     def states(self) -> list[torch.Tensor]:
         """The recurrent states of all layers, [B, ...] each, as far as they have any."""

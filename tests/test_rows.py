@@ -324,6 +324,30 @@ def test_a_prompt_waits_for_another_that_reads_its_beginning(monkeypatch: pytest
         assert shared == [0, 0 if leaves or pool is None else 30, 0 if pool is None else 30]
 
 
+@pytest.mark.parametrize("draft", ["eagle-1", "model", "suffix"])
+def test_a_document_that_a_call_has_read_is_read_in_no_row(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call goes on in a row, and others ask about the same document: neither the target nor a head reads it again."""
+    target = build(BY_NAME["llama"])
+    document, widths = random_ids(target, 1, 40)[0], list[int]()
+    texts = [torch.cat([document, random_ids(target, 1, 4, seed=seed)[0]]) for seed in range(3)]
+    for owner, name in ((CachedModel, "prefill"), (HeadRunner, "read")):
+        own = getattr(owner, name)
+        read = lambda self, ids, *more, own=own: (widths.append(ids.shape[1]), own(self, ids, *more))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, read)
+    model = AssistedModelForCausalLM.from_models(target, DRAFTS[draft](target), 3, sessions=SessionPool())
+    texts[0] = model.generate(texts[0][None], **CALL | {"max_new_tokens": 8})[0]
+    widths.clear()
+    requests = Requests(model, 4, 64)
+    for text in texts:
+        requests.ask(text, CALL)
+    found = requests.answers()
+    for at, text in enumerate(texts):
+        assert found[at].ids.tolist() == target.generate(text[None], **CALL)[0].tolist()
+    assert max(widths) <= 8, widths
+    cached = [asked.recorder.cached_tokens for _, asked in requests.coming]  # type: ignore[union-attr]
+    assert cached[0] >= len(texts[0]) - 2 and cached[1:] == [39, 39]  # a head's last column needs the token after it
+
+
 @pytest.mark.parametrize(
     "draft,family",
     [("model", "llama"), ("pard", "gpt2"), ("eagle-1", "llama"), ("mtp layers", "llama"), ("suffix", "qwen3_next")],

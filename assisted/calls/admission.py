@@ -245,7 +245,9 @@ def lent_to(
     if reason is None:
         try:
             state = _source(inputs, trusted, settings)
-            return pool.lent(model, state, inputs.ids[0], model.config.get_text_config(decoder=True))
+            config = model.config.get_text_config(decoder=True)
+            # a row copies what it goes on from anyway, and other rows may begin with the same
+            return pool.lent(model, state, inputs.ids[0], config, takes_over=not settings.refills)
         except (NotImplementedError, RuntimeError, TypeError) as error:  # packed in a tensor of its own kind
             reason = f"changes of the weights would not be noticed ({type(error).__name__}: {error})"
     settings.note(f"sessions: the prompt was read whole and is not kept: {reason}")

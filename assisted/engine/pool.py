@@ -117,16 +117,16 @@ class SessionPool:
             self._entries = []
 
     @contextmanager
-    def lent(self, model: Any, state: State, ids: torch.Tensor, config: Any) -> Iterator[Lent]:
+    def lent(self, model: Any, state: State, ids: torch.Tensor, config: Any, takes_over: bool = True) -> Iterator[Lent]:
         """A context for one call, with a session that has read the beginning of its prompt as far as any text has it.
 
         model: the target. state: what it computes with at present. ids: the prompt, [P] int64. config: of the target's text
-        decoder.
+        decoder. takes_over: a text that goes on is not copied; until the end of the call, others do not find it.
         """
         text = ids.cpu()
         with self._lock:
             state = self._now(model, state)
-            lent, source = self._found(model, text, config)
+            lent, source = self._found(model, text, config, takes_over)
             if source is not None:
                 source.readers += 1
         try:
@@ -149,7 +149,7 @@ class SessionPool:
         self._entries = [entry for entry in self._entries if entry.model() is not None]
         return known
 
-    def _found(self, model: Any, text: torch.Tensor, config: Any) -> tuple[Lent, _Entry | None]:
+    def _found(self, model: Any, text: torch.Tensor, config: Any, takes_over: bool) -> tuple[Lent, _Entry | None]:
         """A session for a prompt, and the stored text that it copies from."""
         known = [(entry, entry.shared(text)) for entry in self._entries if entry.model() is model]
         best = max(known, key=lambda found: found[0].usable(found[1], len(text)), default=None)
@@ -161,8 +161,8 @@ class SessionPool:
             return Lent(Session(config, model), ends, model, config), None
         entry, shared = best
         self._entries.remove(entry)
-        goes_on = len(entry.text) - 1 - usable < LEAST
-        if entry.session.in_slots and not (entry.session.segments or entry.readers) and goes_on:
+        takes_over = takes_over and len(entry.text) - 1 - usable < LEAST
+        if takes_over and entry.session.in_slots and not (entry.session.segments or entry.readers):
             session = entry.session
         else:
             self._entries.append(entry)

@@ -226,7 +226,7 @@ def long_model(name: str, dtype: torch.dtype, device: Any = "cpu", size: str | N
 
 def paired(target: PreTrainedModel, tokenizer: Any, drafts: Drafts, lenient: bool = False) -> list[Method]:
     """This package without a draft, and with every draft. lenient: leave out, with a message, what cannot be loaded."""
-    found = [replace(undrafted(target), name=NO_DRAFT, counted=False)]
+    found = [replace(undrafted(target), name=NO_DRAFT)]
     for name, (spec, length) in drafts.items():
         try:
             pair = AssistedModelForCausalLM.from_models(target, spec, length, tokenizer)

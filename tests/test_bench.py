@@ -276,6 +276,17 @@ def test_passes_and_drafts_are_counted_alike(
     assert row.acceptance_rate == pytest.approx((24 * 3 - ours.passes) / ours.drafted)
 
 
+def test_the_loop_without_a_draft_keeps_bits(pair: AssistedModelForCausalLM, batches: list[bench.Batch]) -> None:
+    """exact="bits" refuses a target with hooks, and such a method is counted without one."""
+    loop = methods.undrafted(pair.target)
+    assert loop.model is not None
+    loop.model.exact = "bits"
+    plain, ours = race(pair.target, [*methods.plain(pair.target, compiled=False), loop], batches[:1], RULES)
+    assert ours.error is None and ours.tokens == plain.tokens
+    _, (_, row) = bench.summed_up([plain, ours], batches[:1], greedy=True)
+    assert (row.tokens_per_pass, row.drafted_per_pass) == (1, 0)
+
+
 def test_how_close_the_tokens_are_where_texts_first_differ(pair: AssistedModelForCausalLM) -> None:
     prompts = some_prompts(pair.tokenizer, ["add", "multiply", "sub"])
     batches = bench.batches(prompts, rows=3)  # padded on the left

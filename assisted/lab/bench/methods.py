@@ -116,7 +116,7 @@ def assisted(
 def undrafted(target: PreTrainedModel) -> Method:
     """This package's loop, forward passes and kernels, without a draft."""
     model = AssistedModelForCausalLM.from_models(target, "suffix", Never())
-    return Method("assisted, no draft", "no draft", model.generate, model=model)
+    return replace(of_model("assisted, no draft", model), family="no draft")
 
 
 def of_model(name: str, model: AssistedModelForCausalLM, counted: bool = False) -> Method:

@@ -28,7 +28,7 @@ from .loading.adapters import base_path, has_adapter, require_in_layers, save_ad
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
-from .loading.quantization import load_from_gguf, require_whole_head, save_target, with_recorded
+from .loading.quantization import load_from_gguf, remedy, require_whole_head, save_target, unpack, with_recorded
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target
 
@@ -118,7 +118,7 @@ def load(
         of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
         origin = place_of(path, gguf_file, kwargs)
     else:
-        with loading("target", path):
+        with loading("target", path, remedy(config, kwargs)):
             kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
             kwargs = with_recorded(AutoConfig.from_pretrained(base, **own) if saved else config, kwargs)
             target = kind.from_pretrained(path, *model_args, **kwargs)
@@ -144,6 +144,7 @@ def draft_for(
     """
     require_in_layers(target, "target")
     require_whole_head(target)
+    unpack(target)
     require_verifiable(target)
     device = device_of(target)
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}

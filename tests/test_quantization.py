@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -497,3 +499,37 @@ def test_offloaded_weights_count_once_each():
         model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
         model.append(model[0])
     assert memory_bytes(model) == 2 * 8 * 8 * 4
+
+
+def test_weights_that_the_first_forward_pass_unpacks() -> None:
+    """A hook of compressed-tensors does that, and replaces the dictionary of a module's parameters. No trial may undo it."""
+    plain, target = llama(), llama()
+    linear = target.model.layers[0].self_attn.q_proj
+    weights = dict(linear._parameters)
+    del linear._parameters["weight"]
+    linear.forward = functools.partial(nn.Linear.forward, linear)
+
+    def unpacks(model: Any, args: Any) -> None:
+        linear._parameters = weights
+        model.ct_decompress_hook.remove()
+        del model.ct_decompress_hook
+
+    target.ct_decompress_hook = target.register_forward_pre_hook(unpacks)
+    call = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    written = AssistedModelForCausalLM.from_models(target, "ngram").generate(IDS[:1], **call)
+    assert written.tolist() == plain.generate(IDS[:1], **call).tolist()
+
+
+def test_what_compressed_tensors_cannot_read_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    model.config.save_pretrained(tmp_path)
+
+    def mismatched(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("mismatched sizes")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", mismatched)
+    with pytest.raises(
+        ValueError, match=r"mismatched sizes\. compressed.*CompressedTensorsConfig\(dequantize=True\) unpacks"
+    ):
+        AssistedModelForCausalLM.from_pretrained(str(tmp_path))

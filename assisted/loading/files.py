@@ -319,8 +319,10 @@ def without_bars() -> Iterator[None]:
 
 
 @contextmanager
-def loading(role: str, path: str | Path) -> Iterator[None]:
+def loading(role: str, path: str | Path, remedy: str = "") -> Iterator[None]:
     """Turn errors while loading the files at `path` into ValueError that names the path, or OSError if nothing is found.
+
+    remedy: what to try after another library's error, with the punctuation before it.
 
     These pass unchanged: ImportError, unknown keyword arguments, and out of memory.
     """
@@ -341,5 +343,5 @@ def loading(role: str, path: str | Path) -> Iterator[None]:
         is_ours = type(error) is ValueError or type(error).__module__.startswith("assisted.")
         if is_ours and _ABOUT_AN_ARGUMENT.match(str(error)):
             raise
-        kind = "" if is_ours else f"{type(error).__name__}: "
-        raise ValueError(f"{role}: loading {str(path)!r} failed: {kind}{error}") from error
+        told = str(error) if is_ours else f"{type(error).__name__}: {error}{remedy}"
+        raise ValueError(f"{role}: loading {str(path)!r} failed: {told}") from error

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.cross import Encoded, alone, is_encoder_decoder
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
-from ..engine.parts import few_ids, unwrapped
+from ..engine.parts import few_ids, try_out, unwrapped
 from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
 from .classes import auto_class
@@ -36,11 +36,13 @@ __all__ = [
     "load_quantized",
     "memory_bytes",
     "quantize_copy",
+    "remedy",
     "require_runs",
     "resolve",
     "save_quantized",
     "save_target",
     "stored_bytes",
+    "unpack",
     "with_recorded",
 ]
 
@@ -272,6 +274,27 @@ def require_runs(model: PreTrainedModel, quantization: Any) -> None:
             f"draft_quantization: {type(model).__name__} does not run in {name} ({type(error).__name__}: "
             f"{str(error)[:200]}); choose another of {', '.join(names())}, or another draft"
         ) from error
+
+
+def unpack(model: PreTrainedModel) -> None:
+    """Let compressed-tensors unpack a model's weights, which a hook does in the first forward pass. After a trial, which
+    restores all attributes, half of that would be missing."""
+    if hasattr(unwrapped(model), "ct_decompress_hook"):
+        try_out(unwrapped(model))
+
+
+def remedy(config: PretrainedConfig, kwargs: dict[str, Any]) -> str:
+    """What to try if `from_pretrained` of a quantized checkpoint raises an error; "" if nothing is known.
+
+    config: the checkpoint's. kwargs: of `from_pretrained`."""
+    method = getattr(config, "quantization_config", None)
+    method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", None)
+    if str(getattr(method, "value", method)) != "compressed-tensors" or kwargs.get("quantization_config") is not None:
+        return ""
+    return (
+        ". compressed-tensors 0.20 does not read asymmetric 4-bit weights or a packed head that is tied to the embedding; "
+        "quantization_config=CompressedTensorsConfig(dequantize=True) unpacks the weights while they are loaded"
+    )
 
 
 def require_whole_head(model: PreTrainedModel) -> None:

@@ -74,8 +74,6 @@ def test_best_paths_against_all_paths(rates, count):
     assert len(places) == len(tree.parents)
 
 
-def test_a_cut_tree_keeps_the_best():
+def test_worth_is_the_probability_of_a_path():
     tree = best_paths([[0.6, 0.3], [0.5]], 4)
     assert tree.worth == pytest.approx((0.6, 0.3, 0.3, 0.15))
-    assert tree.cut(2).parents == (-1, -1) or tree.cut(2).parents == (-1, 0)
-    assert tree.cut(9) == tree

@@ -36,7 +36,7 @@ class Rates:
     """
 
     def __init__(self, levels: int = 1, ranks: int = 3):
-        self.ranks, self.of_level = ranks, ranks * _BINS
+        self.levels, self.ranks, self.of_level = levels, ranks, ranks * _BINS
         # how many guesses were right, and how many were seen, by cell; the cells of a level are adjacent. Both lists are
         # replaced at once: calls in several threads learn, and more right guesses than seen ones would be a rate above 1.
         self._counts = [0.0] * (levels * self.of_level), [0.0] * (levels * self.of_level)

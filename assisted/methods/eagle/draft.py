@@ -220,7 +220,7 @@ class HeadDrafting(ChainDrafting):
     suspicion = ""  # what the report says of a head that is hardly ever right; nothing by default
     proposed: Draft | None = None  # until it is verified
 
-    def __init__(self, drafter: EagleDrafter, call: Call):
+    def __init__(self, drafter: Any, call: Call):
         super().__init__(call)
         self.drafter = drafter
         wanted = not call.distribution.do_sample if drafter.spec.tree is None else drafter.spec.tree
@@ -301,6 +301,7 @@ class EagleDrafting(HeadDrafting):
     slots and unread features are taken over from the call before.
     """
 
+    drafter: EagleDrafter
     runner_type: type[HeadRunner] = HeadRunner
 
     def __init__(self, drafter: EagleDrafter, call: Call):

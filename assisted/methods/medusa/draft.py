@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,13 @@ from ...core.text import Text
 from ...engine.needs import Needs
 from ...engine.parts import device_of, unwrapped
 from ...engine.traits import Traits, require_verifiable_cache
-from ...lengths.cost_model import UNMEASURED, best_size
 from ...lengths.rates import Rates
-from ..shared.base import Call, Drafter, Drafting, HeadSpec, Room, Target, require_positive
+from ..eagle.draft import HeadDrafting
+from ..shared.base import Call, Drafter, HeadSpec, Room, Target, require_positive
 from ..shared.heads import with_row
 from ..shared.registry import register
-from ..shared.tree_at_once import Blind, Worth, grow_at_once, reads, table_of
-from ..shared.tree_growth import Limits
-from ..shared.trees import best_paths, from_lists
+from ..shared.tree_at_once import Blind, Worth, grow_at_once, table_of
+from ..shared.tree_growth import ROOT, Growing, Limits, Offers
 from .head import MedusaHeads, output_size, require_medusa
 
 NODES_CPU, NODES = 24, 64
@@ -105,6 +103,7 @@ class MedusaDrafter(Drafter):
         self.spec, self.heads, self.target, self.needs = spec, heads, target, needs
         self.rates = {do_sample: Rates(heads.heads) for do_sample in (False, True)}
         self.worth = {do_sample: Worth() for do_sample in (False, True)}  # of trees
+        self.drafts = self.accepted = 0  # drafts, and those whose first token was accepted
 
     @property
     def sizes_trees(self) -> bool:
@@ -126,23 +125,17 @@ class MedusaDrafter(Drafter):
         return MedusaDrafting(self, call)
 
 
-class MedusaDrafting(Drafting):
+class MedusaDrafting(HeadDrafting):
     """The heads' guesses during one `generate`.
 
     If the last accepted token of a round is at position t, the target's own token at t + 1 is committed as well. Head h then
     predicts position t + 2 + h, which is depth h + 1 of the draft.
     """
 
+    drafter: MedusaDrafter
+
     def __init__(self, drafter: MedusaDrafter, call: Call):
-        self.call = call
-        self.drafter = drafter
-        self.rates = drafter.rates[call.distribution.do_sample]
-        self.worth = drafter.worth[call.distribution.do_sample]
-        self.blind: Blind | None = None  # the proposed tree, if the host has not seen it
-        self.broken = False  # the last round had logits that are not a number
-        self.text: Text | None = None
-        # by row, then by head: the best tokens and their probabilities, until they are verified
-        self.guesses: dict[int, list[tuple[list[int], list[float]]]] = {}
+        super().__init__(drafter, call)
         # the target's hidden state of the last but one committed token of each row, [B, H]; None if it has read nothing
         (self.last,) = drafter.needs.states
         known = any(call.target.cache.lengths)
@@ -152,12 +145,9 @@ class MedusaDrafting(Drafting):
         of_row = call.states[self.last][0, -1] if call.states else None
         self.states = with_row(self.states, row, of_row, text.rows)
 
-    def propose(self, text: Text, budget: int) -> Draft:
-        self.text = text
-        known = self.call.target.cache.lengths
-        if self.states is None or not all(known[row] for row in text.unfinished):  # as of prompts of one token
-            return Draft.empty(text.rows, text.ids.device)
-        if self.drafter.sizes_trees and self.call.target.masks.trees:
+    def _draft(self, text: Text, budget: int) -> Draft:
+        assert self.states is not None  # where the target has read nothing, nothing is drafted
+        if self.trees:
             return self._tree(text, budget, self.states)
         heads = self.drafter.heads
         logits = heads(self.states, self.drafter.target.get_output_embeddings(), budget)  # [D, B, V]
@@ -167,43 +157,12 @@ class MedusaDrafting(Drafting):
     def observe(self, round: Round) -> None:
         """Keep the hidden states of the committed tokens, whichever drafter proposed them, and judge the last guesses."""
         counts, path = round.kept, round.path
-        if self.blind is not None:
-            self._see(self.blind, round)
-            self.blind = None  # later rounds may be drafted by others
         hidden = round.states[self.last]
         last = [max(count, 1) - 1 for count in counts]  # of ended rows, any
         if path is not None:
             last = [columns[index] for columns, index in zip(path, last, strict=True)]
         self.states = hidden[torch.arange(len(counts), device=hidden.device), on_device(last, hidden.device)]
-        self._learn(counts)
-
-    def _see(self, blind: Blind, round: Round) -> None:
-        """Take over the guesses of a tree that was drafted without a look at them."""
-        grown, read = blind.grown(round), reads(blind.limits)
-        self.worth.see(grown.worth())
-        firsts = [sum(read[:level]) for level in range(len(read))]
-        for row in round.unfinished:
-            offered = grown.offers[row]
-            blocks = [list(offered.below.values())[place] for place in firsts]
-            self.guesses[row] = [(offered.tokens[start : start + len(sure)], sure) for start, sure in blocks]
-            if math.isnan(blocks[0][1][0]):
-                self.broken = True
-
-    def _learn(self, counts: list[int]) -> None:
-        """Compare each head whose earlier heads were right with the committed token. counts: committed tokens of each row."""
-        if self.text is None or not self.guesses:
-            return
-        new = self.text.since([length - count for length, count in zip(self.text.lengths, counts, strict=True)])
-        outcomes = []
-        for row, guesses in self.guesses.items():
-            for head, ((guessed, sure), token) in enumerate(zip(guesses, new[row], strict=False)):
-                right = [guess == token for guess in guessed]
-                outcomes.append((sure, head, right))
-                if not any(right):
-                    break
-        if outcomes:
-            self.rates.learn(outcomes)
-        self.guesses = {}
+        self.learn(round)
 
     def _best(self, budget: int, states: torch.Tensor) -> torch.Tensor:
         """The best tokens of the first `budget` heads after states [B, H]: probabilities and ids, [D, B, 2 k] float64."""
@@ -237,32 +196,23 @@ class MedusaDrafting(Drafting):
 
     def _tree(self, text: Text, budget: int, states: torch.Tensor) -> Draft:
         """A tree of the most probable paths for each unfinished row, of a worthwhile size and at most `budget` levels."""
-        drafter, spec, growing = self.drafter, self.drafter.spec, text.unfinished
-        if self.broken:
-            raise FloatingPointError("the heads' logits are not a number")
+        drafter, spec = self.drafter, self.drafter.spec
         most = spec.nodes or (NODES_CPU if states.device.type == "cpu" else NODES)
         candidates = min(spec.candidates, drafter.heads.vocab_size or self.call.vocab_size)
-        depth = min(budget, drafter.heads.heads)
-        limits = Limits(depth, most, candidates, most, 0, by_level=True)
+        limits = Limits(min(budget, drafter.heads.heads), most, candidates, most, 0, by_level=True)
         if (draft := self._tree_at_once(text, limits, states)) is not None:
             return draft
-        best = self._best(budget, states)
-        half, table = best.shape[-1] // 2, best.tolist()
-        sure = [[of_row[:half] for of_row in of_head] for of_head in table]
-        tokens = [[list(map(int, of_row[half:])) for of_row in of_head] for of_head in table]
-        trees = [best_paths([], 0)] * text.rows
-        for row in growing:
-            if math.isnan(sure[0][row][0]):
-                raise FloatingPointError("the heads' logits are not a number")
-            self.guesses[row] = [(t[row], s[row]) for t, s in zip(tokens, sure, strict=True)]
-            trees[row] = best_paths([self.rates.at(of_head[row], head) for head, of_head in enumerate(sure)], most)
-        worth = [sum(of_rows) / len(growing) for of_rows in zip_longest(*(t.worth for t in trees), fillvalue=0.0)]
-        self.worth.see(worth)
-        costs = self.call.length.costs or UNMEASURED
-        count = spec.nodes or best_size(worth, lambda nodes: costs.draft + costs.verify_seconds(nodes + 1))[0]
-        trees = [tree.cut(count) for tree in trees]
-        chosen = [
-            [tokens[depth - 1][row][rank] for depth, rank in zip(tree.depths, tree.ranks, strict=True)]
-            for row, tree in enumerate(trees)
-        ]
-        return from_lists(chosen, [tree.parents for tree in trees], text.ids.device, sum(worth[:count]))
+        levels = self._best(limits.depth, states).tolist()
+        if any(math.isnan(levels[0][row][0]) for row in text.unfinished):
+            raise FloatingPointError("the heads' logits are not a number")
+        grown = Growing(text, [Offers() for _ in text.ended], [], [[ROOT] for _ in text.ended])
+        for level, of_rows in enumerate(levels):
+            for row in text.unfinished:
+                offered, half = grown.offers[row], len(of_rows[row]) // 2
+                sure, tokens = of_rows[row][:half], list(map(int, of_rows[row][half:]))
+                first, rates = len(offered.tokens), self.rates.at(sure, level)
+                for node in grown.reading[row]:  # after all of these, a head's guesses are the same
+                    offered.add(node, tokens, sure, rates)
+                offered.keep(most, first)
+                grown.reading[row] = offered.unread(limits.depth, most, first)
+        return self.best_of(grown, most)

@@ -259,12 +259,12 @@ def learn(rates: Rates, offers: list[Offers], text: Text, counts: list[int]) -> 
     outcomes = []
     for offered, tokens in zip(offers, new, strict=True):
         node = ROOT
-        for token in tokens:
+        for depth, token in enumerate(tokens):
             if node not in offered.below:
                 break
             child, sure = offered.below[node]
             right = [found == token for found in offered.tokens[child : child + len(sure)]]
-            outcomes.append((sure, 0, right))
+            outcomes.append((sure, min(depth, rates.levels - 1), right))
             if not any(right):
                 break
             node = child + right.index(True)

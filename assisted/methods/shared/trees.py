@@ -86,10 +86,6 @@ class Tree:
     ranks: tuple[int, ...]  # index of each node among the candidates of its level
     worth: tuple[float, ...]  # probability of the path to each node
 
-    def cut(self, count: int) -> Tree:
-        """The best `count` nodes."""
-        return Tree(self.parents[:count], self.depths[:count], self.ranks[:count], self.worth[:count])
-
     def by_level(self) -> Tree:
         """The same tree with its nodes ordered by level."""
         order = sorted(range(len(self.depths)), key=self.depths.__getitem__)

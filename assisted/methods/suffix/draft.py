@@ -219,13 +219,7 @@ class SuffixDrafting(Lookup):
         super().renew(text, row, call)
 
     def look_up(self, row: int, budget: int) -> Proposal:
-        state = self.rows[row]
-        found = self._best(state.own, state.own.points, budget)
-        with self.drafter.lock:
-            for tree in (self.drafter.corpus, self.drafter.past):
-                if tree is not None and tree.text:
-                    other = self._best(tree, state.points(tree), budget)
-                    found = max(found, other, key=lambda c: c.expected)
+        found = self._found(row, budget)
         if not found.tokens:
             return NOTHING
         self.waiting[row] = found
@@ -233,14 +227,7 @@ class SuffixDrafting(Lookup):
         return Proposal(found.tokens, expected, found.parents if self.makes_trees else None)
 
     def look_up_after(self, row: int, drafted: Sequence[int], budget: int) -> list[int]:
-        state = self.rows[row]
-        best = self._best(state.own, state.own.after(state.own.points, drafted), budget, drafted)
-        with self.drafter.lock:
-            for tree in (self.drafter.corpus, self.drafter.past):
-                if tree is not None and tree.text:
-                    points = tree.after(state.points(tree), drafted)
-                    best = max(best, self._best(tree, points, budget, drafted), key=lambda c: c.expected)
-        return best.tokens
+        return self._found(row, budget, drafted).tokens
 
     def observe(self, round: Round) -> None:
         if self.drafter.past is not None and self.text is not None and self.text.done:
@@ -250,10 +237,21 @@ class SuffixDrafting(Lookup):
             self.remembered.update(ended)
             self.drafter.remember([row.own.text[row.prompt : row.prompt + count] for row, count in outputs if count])
 
-    def _best(self, tree: SuffixTree, points: list[Point], budget: int, drafted: Sequence[int] = ()) -> Continuation:
+    def _found(self, row: int, budget: int, drafted: Sequence[int] = ()) -> Continuation:
+        """The best continuation in all trees. drafted: tokens that follow the row's text; a chain continues them."""
+        state = self.rows[row]
+        best = self._best(state.own, state.own.points, budget, drafted)
+        with self.drafter.lock:
+            for tree in (self.drafter.corpus, self.drafter.past):
+                if tree is not None and tree.text:
+                    best = max(best, self._best(tree, state.points(tree), budget, drafted), key=lambda c: c.expected)
+        return best
+
+    def _best(self, tree: SuffixTree, points: list[Point], budget: int, drafted: Sequence[int]) -> Continuation:
         """The continuation with the most expected tokens over all match lengths; of equal ones, that of the longest match.
-        drafted: tokens that follow the text, which the points have read; a chain continues them."""
+        points: of the text's suffixes. drafted: as for `_found`."""
         spec = self.spec
+        points = tree.after(points, drafted) if drafted else points
         best, worth = Continuation([], [], []), 0.0
         for number, point in enumerate(points):
             match = len(points) - number

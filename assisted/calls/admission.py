@@ -12,17 +12,11 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..core.drafts import DraftingStopped
 from ..engine.hooks import is_offloaded
-from ..engine.libraries import CACHE, DummyLayer, LinearAttentionAndSlidingWindowAttentionLayer, is_of_caller
+from ..engine.libraries import CACHE, is_of_caller
 from ..engine.needs import Needs
 from ..engine.parts import takes, unwrapped
 from ..engine.pool import Lent, SessionPool
@@ -30,7 +24,7 @@ from ..engine.prepared import CallSettings
 from ..engine.ranks import waits_for_others
 from ..engine.session import Session, is_plain, using
 from ..engine.states import has_uncounted_states, held
-from ..engine.traits import Traits, change_of, reads_anew_at, turns_by_section
+from ..engine.traits import SLOTS, STATES, Traits, change_of, reads_anew_at, turns_by_section
 from ..engine.trust import Trust, blamed
 from ..engine.verifiable import masks_of, mixes_tokens, obstacle_to, obstacle_to_reading_on
 from ..fast.sources import Source
@@ -39,10 +33,6 @@ from .inputs import LoopInputs, beside_text
 from .words import setting_of
 
 MIXED = "adapter_names gives every row an adapter of its own"
-_LAYERS = {  # what slots can stand for
-    *(DummyLayer, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer),
-    *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
-}
 _OF_PICTURES = {  # without effect after the prompt: they describe pictures, and which of the prompt's tokens are theirs
     *("image_grid_thw", "image_position_ids", "image_sizes", "mm_token_type_ids", "pixel_attention_mask"),
     *("second_per_grid_ts", "video_grid_thw"),
@@ -314,7 +304,7 @@ def _cannot_rewind(inputs: LoopInputs) -> str | None:
         return f"{name}: a {kind} cannot be rewound here; use a DynamicCache, or leave out cache_implementation"
     for part in (cache, *cache.layers):
         held = [value for value in vars(part).values() if callable(value)]  # methods of its own, or kinds of layers
-        if not _LAYERS.issuperset(held if part is cache else [type(part), *held]):
+        if not (SLOTS | STATES).issuperset(held if part is cache else [type(part), *held]):
             return f"{name}: slots cannot stand for its {type(part).__name__}, which is not as transformers makes it"
     if has_uncounted_states(cache):
         return f"{name}: states without keys and values do not show how many tokens they have read"

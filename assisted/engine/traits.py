@@ -36,12 +36,13 @@ from .masks import Masks
 from .parts import cache_argument, generate_passes, takes, unwrapped
 from .stepped import by_position
 
-_SLOTS = {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
-_STATES = {
+SLOTS = {DummyLayer, DynamicLayer, DynamicSlidingWindowLayer}
+STATES = {
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 }
+"""The layers of a cache that slots can stand for: those with keys and values, and those with states."""
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _CHOSEN = ("num_experts_per_tok", "top_k_experts")
 _KNOWN: dict[Hashable, Traits] = {}
@@ -172,8 +173,8 @@ def _keeps(model: Any, config: Any) -> tuple[tuple[str, ...], bool]:
     """What a model's cache holds that slots can't hold, and whether these are states in transformers' own cache layers."""
     if not has_default_cache(model):
         return (("a recurrent state" if is_stateful(model) else "a cache of its own kind",), False)
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - _SLOTS
-    is_recurrent = kinds <= _STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - SLOTS
+    is_recurrent = kinds <= STATES and not STATE_LAYERS.isdisjoint(_kinds(config))
     names = ["a recurrent state"] if is_stateful(model) else sorted(kind.__name__ for kind in kinds)
     return tuple(names), is_recurrent
 

@@ -9,16 +9,9 @@ from ..bench.table import document
 from .checks import FAILED, NOT_TESTED, Audit
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c1e21; --ground: #fff; --line: #dde1e6; --passed: #1b7f4b; --failed: #c0392b; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e6ea; --ground: #15171a; --line: #30343a; --passed: #5fc08c; --failed: #ef7a6d; }
-}
-body { margin: 0 auto; padding: 2rem 1.25rem; max-width: 56rem; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-table { border-collapse: collapse; width: 100%; }
-th, td { padding: .4rem .6rem .4rem 0; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-.passed { color: var(--passed); } .failed { color: var(--failed); font-weight: 600; }
-pre { overflow-x: auto; padding: .75rem; border: 1px solid var(--line); border-radius: 6px; font-size: .85em; }
+body { max-width: 56rem; } table { width: 100%; }
+th, td { padding-left: 0; text-align: left; vertical-align: top; white-space: normal; }
+.passed { color: light-dark(#1b7f4b, #5fc08c); } .failed { color: light-dark(#c0392b, #ef7a6d); font-weight: 600; }
 """
 
 
@@ -45,7 +38,7 @@ def html(found: Audit) -> str:
         f"<table><tr><th>verdict</th><th>check</th><th>result</th></tr>{rows}</table>"
         f"<h2>All figures</h2><pre>{figures}</pre>"
     )
-    return document(title, _STYLE, body)
+    return document(title, body, _STYLE)
 
 
 def _conclusion(found: Audit) -> str:

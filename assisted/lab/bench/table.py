@@ -185,14 +185,14 @@ def page(result: Result) -> str:
         parts.append(f"<h2>Measure it again</h2><pre>{escape(result.command)}</pre>")
     about = "".join(f"<tr><td>{escape(k)}</td><td>{escape(str(v))}</td></tr>" for k, v in result.machine.items())
     parts.append(f"<h2>Machine</h2><table>{about}</table>")
-    return document(title, _STYLE, "\n".join(parts))
+    return document(title, "\n".join(parts))
 
 
-def document(title: str, style: str, body: str) -> str:
-    """A page that needs no other file. title, body: HTML. style: CSS."""
+def document(title: str, body: str, style: str = "") -> str:
+    """A page that needs no other file. title, body: HTML. style: CSS of its own."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
-        f'<!doctype html>\n<html lang="en">\n<head>{head}<title>{title}</title>\n<style>{style}</style></head>\n'
+        f'<!doctype html>\n<html lang="en">\n<head>{head}<title>{title}</title>\n<style>{_STYLE}{style}</style></head>\n'
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 

@@ -52,8 +52,8 @@ figure_style()
 # than a pass over one. If a **draft**, a small model for example, guesses the next four tokens, then the **target**, the
 # model whose output we want, can check all of them in one pass.
 #
-# Some guesses are wrong. The **acceptance rule** decides which drafted tokens to accept. Every draft from here to
-# notebook [14](14_capstone.ipynb) relies on it, so its promise has to be strict. The output text must have *exactly* the
+# Some guesses are wrong. The **acceptance rule** decides which drafted tokens to accept. Every draft of this course
+# relies on it, so its promise has to be strict. The output text must have *exactly* the
 # distribution that the target alone would give it. Then nobody has to ask whether the answers got worse.
 #
 # This notebook uses two letters. **p** is the target's distribution of the next token, and **q** is the draft's. Each of

@@ -42,6 +42,7 @@ from assisted import AssistedModelForCausalLM
 from assisted.core.drafts import Round
 from assisted.lengths import Confidence, Fixed, Length
 from assisted.lengths.adaptive import Adaptive
+from assisted.lengths.policies import Never
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table
@@ -176,7 +177,7 @@ print(f"The top-1 tokens agree at {agreed} of {len(WORDS)} positions.")
 #
 # - `budget` returns the maximum length of this round, or 0 to skip drafting;
 # - `go_on` decides after the draft's forward pass whether to propose a token;
-# - `another` decides whether to run the draft once more;
+# - `run_again` decides whether to run the draft once more;
 # - `observe` receives the result of the round.
 
 
@@ -334,6 +335,7 @@ COSTS = [0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8]
 fixed = {c: {0: 1.0} | {g: simulate(Fixed(g), WORDS, c)[0] for g in LENGTHS} for c in COSTS}
 curves = {
     "oracle": [oracle(WORDS, c) for c in COSTS],
+    "no draft": [1.0] * len(COSTS),
     "fixed, best in hindsight": [max(fixed[c].values()) for c in COSTS],
     "Heuristic()": [simulate(Heuristic(), WORDS, c)[0] for c in COSTS],
     "Confidence(0.4)": [simulate(Confidence(0.4, 16), WORDS, c)[0] for c in COSTS],
@@ -363,6 +365,7 @@ bars.set(ylabel="draft's confidence", xlabel="80 tokens of one text", ylim=(0, 1
 for name, (color, line) in styles.items():
     lines.plot(COSTS, curves[name], line, color=color, label=name, lw=2)
 lines.axhline(1, color=COLOURS["plain"], lw=1)
+lines.text(0.01, 0.98, "no draft", color=COLOURS["plain"], va="top")
 lines.set(xlabel="cost of a drafted token, in target passes", ylabel="speedup", xlim=(0, 0.82))
 lines.legend(loc="upper right")
 plt.show()
@@ -405,7 +408,7 @@ compare(
 # %%
 rng = random.Random(0)
 HOPELESS = [(confidence, rng.random() < 0.02) for confidence, _ in WORDS]
-rules = {"fixed, 4": Fixed(4), "Heuristic()": Heuristic(), "Confidence(0.4)": Confidence(0.4, 16)}
+rules = {"no draft": Never(), "fixed, 4": Fixed(4), "Heuristic()": Heuristic(), "Confidence(0.4)": Confidence(0.4, 16)}
 rules |= {"Renewal, ours": Renewal(0.3), "Adaptive()": Adaptive()}
 hopeless = {name: simulate(rule, HOPELESS, 0.3) for name, rule in rules.items()}
 show(table(["rule", "speedup", "drafted", "accepted"], [[name, *found] for name, found in hopeless.items()]))

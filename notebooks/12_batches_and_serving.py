@@ -363,11 +363,12 @@ for g in reversed(per_pass):
     main = g == LENGTH
     top.plot(sizes, curve, color=COLOURS["draft"], alpha=1 if main else 0.55, linewidth=2.6 if main else 1.3)
     height = max(curve[-1], height + 0.13)  # labels must not overlap
-    top.annotate(f" {g}", (sizes[-1], height), va="center", color=COLOURS["draft"])
+    right_of = dict(xytext=(6, 0), textcoords="offset points", va="center", annotation_clip=False)
+    top.annotate(f"{g}", (sizes[-1], height), color=COLOURS["draft"], **right_of)
 top.plot(SIZES, [replayed(rows, LENGTH) for rows in SIZES], "o", color=COLOURS["draft"], markersize=5)
 top.plot(list(by_clock), list(by_clock.values()), "x", color=COLOURS["accent"], markersize=8, markeredgewidth=2)
 top.axhline(1, color=COLOURS["plain"], linewidth=1.2)
-words = {"●  4 tokens, round by round": "draft", "×  4 tokens, by the clock": "accent", "—  baseline": "plain"}
+words = {"●  4 tokens, round by round": "draft", "×  4 tokens, by the clock": "accent", "—  no draft": "plain"}
 for number, (word, colour) in enumerate(words.items()):
     top.text(0.03, 0.2 - 0.07 * number, word, color=COLOURS[colour], transform=top.transAxes)
 top.set(title="speedup, drafts of 1, 2, 4, 8 tokens", xlabel="rows in a batch", ylim=(0, None), xlim=(0.8, 190))
@@ -438,10 +439,9 @@ for g in per_pass:
 # ## Takeaway
 #
 # > Batching and drafting use the same idle time, so there is a batch size from which drafts lose: about ten rows by the
-# > clock on a small CPU. $E\,T(B) = T(B(g+1)) + g\,(d_0 + d_1 B)$ explains it and errs on the kind side. Beyond this size, draft less
-# > or not at all. Tokens per pass do not fall
-# > with the batch size, as long as rows are ragged. A result measured with one request does not carry over to a busy
-# > server.
+# > clock on a small CPU. $E\,T(B) = T(B(g+1)) + g\,(d_0 + d_1 B)$ explains it and errs on the kind side. Beyond this
+# > size, draft less or not at all. Tokens per pass do not fall with the batch size, as long as rows are ragged. A result
+# > measured with one request does not carry over to a busy server.
 #
 # ## Exercises
 #

@@ -454,7 +454,7 @@ show(table(["speedup at most", *(f"c = {c:g}" for c in shares)], rows))
 # probable tokens allowed at each position. Then we compare the counts of the 27 texts with the probabilities from the
 # target alone, using the chi-square test.
 
-# %%
+# %% tags=["folded"]
 inputs = tokenizer("def mean(values):\n    total =", return_tensors="pt").to(model.device)
 following, chance = inputs.input_ids, torch.ones(1)
 for _ in range(3):

@@ -363,7 +363,7 @@ def right(head, deep=1, way="both", own=True):
     return shares
 
 
-# %%
+# %% tags=["folded"]
 def new_head():
     """The shipped head with new weights, the same in every call, and with the target's output layer."""
     torch.manual_seed(0)
@@ -543,7 +543,7 @@ plt.show()
 # matrix by a share of its own size, and let the head and the draft model guess the choices of the changed target.
 
 
-# %%
+# %% tags=["folded"]
 def shifted(share):
     """The target with noise added to the matrices of its layers."""
     changed, generator = copy.deepcopy(target), torch.Generator().manual_seed(0)

@@ -336,7 +336,7 @@ print("tokens per pass by draft length:", {g: round(value, 2) for g, value in pe
 # The crosses are clock measurements with drafts of 4 tokens. The lower panel shows the counted tokens per pass: the
 # mean over all rows, a dot for each batch, and the result in lockstep.
 
-# %%
+# %% tags=["folded"]
 groups = {rows: [range(first, first + rows) for first in range(0, ROWS, rows)] for rows in SIZES}
 in_lockstep = {
     rows: (NEW - 1) * len(each) / sum(rounds_in_lockstep(one, LENGTH) for one in each) for rows, each in groups.items()

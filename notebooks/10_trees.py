@@ -273,7 +273,7 @@ print(f"largest difference of a logit between the tree pass and the path alone: 
 # nodes gives, jump to the position after them, and count passes.
 
 
-# %%
+# %% tags=["folded"]
 def paths_everywhere(count, sharp):
     """For each text and position, the path probabilities of a tree of `count`, and its nodes on the target's path."""
     found = []
@@ -320,7 +320,7 @@ for name, most, sharp in (("dynamic", 32, 2.0), ("not sharpened", 16, 1.0)):
 # follows from how often each rank is right. `best_paths` computes it, and so does Sequoia (arXiv 2402.12374). We
 # measure these rates on the same texts, which is the best case for the static tree.
 
-# %%
+# %% tags=["folded"]
 ranks = []
 for text, _ in texts:
     logits = draft(torch.tensor([text], device=draft.device)).logits[0].float()
@@ -377,7 +377,7 @@ for nodes in (2, 8, 32):
     ran["DraftTree"].append(run(pair, nodes))
 both = AssistedModelForCausalLM.from_models(target, draft=Merged([DRAFT, "suffix"]), tokenizer=tokenizer)
 ran["SpecInfer"] = [run(both, length) for length in (2, 4, 8)]
-rows = [[name, *point] for name, points in ran.items() for point in points]
+rows = [["no draft", 0.0, 1.0], *([name, *point] for name, points in ran.items() for point in points)]
 show(table(["the library's", "nodes per pass", "tokens per pass"], rows))
 
 # %% [markdown]
@@ -433,7 +433,7 @@ below.set(xlabel="path probability of a node", title="share of nodes that are ac
 plt.show()
 
 # %%
-at16 = {name: values[sizes.index(16)] for name, values in curves.items()}
+at16 = {"no draft": 1.0, **{name: values[sizes.index(16)] for name, values in curves.items()}}
 print("tokens per pass with 16 nodes:", {name: round(value, 2) for name, value in at16.items()})
 assert at16["dynamic"] > at16["chain"]
 

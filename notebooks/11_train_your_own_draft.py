@@ -318,6 +318,7 @@ for name, draft in drafts.items():
     greedy, sampled_rate, written, model = write(draft.eval())
     if baseline is None:
         baseline = model.generate(prompts, do_sample=False, assisted=False, **call)
+        print(f"{'no draft':10} tokens per pass: {model.report.tokens_per_pass:.2f}")
     assert written.equal(baseline), "a draft changes the speed but never the text"
     print(f"{name:10} tokens per pass: greedy {greedy:.2f}, temperature 1 {sampled_rate:.2f}")
 
@@ -333,7 +334,7 @@ for name, draft in drafts.items():
 # to length 1.)
 
 
-# %%
+# %% tags=["folded"]
 def confident_and_wrong():
     draft = first_draft(target, 1).to(device)
     draft.config.tie_word_embeddings = False
@@ -370,7 +371,9 @@ def lines(axis, found, gap):
         )
         step, value = found[name][-1]
         height = max(value, height + gap)  # labels must not overlap
-        axis.annotate(name, (step, height), (7, 0), textcoords="offset points", color=colour, va="center")
+        axis.annotate(
+            name, (step, height), (7, 0), textcoords="offset points", color=colour, va="center", annotation_clip=False
+        )
 
 
 lines(axes[0], curve, gap=0.014)

@@ -16,14 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import hypothesis
 import pytest
-import torch
-import transformers
-from architectures import RECURRENT as RECURRENT_TARGETS
 
-from assisted.engine.libraries import STATE_LAYERS
-from assisted.fast import native
-
-RECURRENT = {architecture.name for architecture in RECURRENT_TARGETS}
 LATER = {"dbrx", "deepseek_v32", "lfm2", "olmo_hybrid", "recurrent_gemma", "zamba"}
 """Architectures that transformers before 5.17 cannot run, or not over several tokens at once, in the tests' small sizes."""
 QUANT_BACKENDS = ("bitsandbytes", "optimum.quanto", "torchao")
@@ -41,7 +34,10 @@ PROCESSORS: dict[str, tuple[str, ...]] = {
 hypothesis.settings.register_profile("same-examples", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same-examples")
 
+# torch, transformers and the package are imported where they are used: the process that starts workers does without them.
 if "PYTEST_XDIST_WORKER" in os.environ:
+    import torch
+
     torch.set_num_threads(1)  # workers that share cores spend their time waiting for each other otherwise
 
 
@@ -54,6 +50,10 @@ def invariants(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=PROCESSORS)
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels compiled as for a processor that can do less."""
+    import torch
+
+    from assisted.fast import native
+
     names = PROCESSORS[request.param]
     if not native.processor_flags().issuperset(names):
         pytest.skip("this processor cannot run them")
@@ -67,6 +67,12 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+    import transformers
+    from architectures import RECURRENT
+
+    from assisted.engine.libraries import STATE_LAYERS
+
     lacking = {}
     if not torch.accelerator.is_available():
         lacking["gpu"] = "no accelerator here"
@@ -75,8 +81,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         lacking["quant"] = f"not installed: {', '.join(missing)} (pip install '.[quant,torchao]')"
     if not STATE_LAYERS:
         lacking["states"] = "this version of transformers has other layers for recurrent states"
+        recurrent = {architecture.name for architecture in RECURRENT}
         for item in items:
-            if "test_recurrent" in item.nodeid or RECURRENT.intersection(re.split(r"[\[\]-]", item.name)):
+            if "test_recurrent" in item.nodeid or recurrent.intersection(re.split(r"[\[\]-]", item.name)):
                 item.add_marker("states")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17):
         for item in items:

@@ -54,19 +54,20 @@ class Reference(Alone):
     def known(self, *text: int) -> torch.Tensor:
         return self.head.fuse(features_of(self.target, self.head, torch.tensor([text]))[:, self.first : -1])
 
+    @functools.cache  # noqa: B019
+    @torch.no_grad()
+    def read(self, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """States that the head goes on from, [1, n, H], and its own after the last token, [1, 1, H]."""
+        states = torch.cat(self.read(text, path[:-1]), 1) if path else self.known(*text)
+        tokens = torch.tensor([[*text, *path][self.first + 1 :]])
+        positions = self.first + torch.arange(tokens.shape[1])[None]
+        return states, self.head(self.head.embed(tokens, self.target), states, positions)[:, -1:]
+
     @torch.no_grad()
     def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
         """[V] after the committed text and a drafted path. The first features are left out, as behind a caller's past."""
-        states = self.known(*text)
-        tokens = text[self.first + 1 :]
-        for token in [*path, None]:
-            positions = self.first + torch.arange(len(tokens))[None]
-            out = self.head(self.head.embed(torch.tensor([tokens]), self.target), states, positions)
-            if token is None:
-                return self.head.over_all(self.head.logits(out[0, -1], self.target))
-            states = torch.cat([states, out[:, -1:]], 1)
-            tokens = [*tokens, token]
-        raise AssertionError
+        state = self.read(tuple(text), tuple(path))[1][0, 0]
+        return self.head.over_all(self.head.logits(state, self.target))
 
 
 @pytest.mark.parametrize(("version", "batch"), [(1, 1), (3, 0), ("sliding", 1)])

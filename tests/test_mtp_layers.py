@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from typing import Any
@@ -46,6 +47,10 @@ class Definition(Alone):
     def __init__(self, target: Any, layers: SequentialMTP):
         self.target, self.layers = target, list(layers.layers)
 
+    @functools.cache  # noqa: B019
+    def features(self, *text: int) -> torch.Tensor:
+        return features_of(self.target, self.layers[-1], torch.tensor([text]))[:, :-1]
+
     @torch.no_grad()
     def states(self, tokens: list[int], columns: int, features: torch.Tensor) -> list[torch.Tensor]:
         """h^1, h^2, .. [1, columns, H], as far as there are tokens."""
@@ -59,7 +64,7 @@ class Definition(Alone):
     def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
         """[V] after the committed text and a drafted path."""
         last, columns, tokens = self.layers[-1], len(text) - 1, text + path
-        features = features_of(self.target, last, torch.tensor([text]))[:, :columns]
+        features = self.features(*text)
         found = self.states(tokens, columns, features)
         read, made, number = [features, *found][len(found) - 1], found[-1], len(self.layers)
         for column in range(columns, len(tokens) - number):

@@ -16,14 +16,30 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 
 def write_llama(
-    file: Path, kind: str = "F32", seed: int = 0, stated: Any = None, more: Any = None, model: str = "llama"
+    file: Path,
+    kind: str = "F32",
+    seed: int = 0,
+    stated: Any = None,
+    more: Any = None,
+    model: str = "llama",
+    tokenizer: dict[str, Any] | None = None,
 ) -> Path:
     """kind: of the matrices, "F32" or a type that gguf can write, such as "Q8_0"; norms are always F32. stated: further
-    metadata, without the architecture. more: further tensors. model: the architecture."""
+    metadata, without the architecture. more: further tensors. model: the architecture. tokenizer: other metadata of the
+    tokenizer than that of a byte-level one, or more."""
     import gguf
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokens = [*SPECIAL, *bytes_to_unicode().values(), "ab"]
+    about: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": "llama-bpe",
+        "tokens": [*SPECIAL, *bytes_to_unicode().values(), "ab"],
+        "merges": ["a b"],
+        "padding_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | (tokenizer or {})
+    tokens = about["tokens"]
     file.parent.mkdir(parents=True, exist_ok=True)
     writer: Any = gguf.GGUFWriter(file, model)
     for name, value in (
@@ -40,14 +56,11 @@ def write_llama(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("llama-bpe")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in SPECIAL else 1 for token in tokens])  # control, normal
-    writer.add_token_merges(["a b"])
-    writer.add_pad_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    about.setdefault("token_type", [3 if token in SPECIAL else 1 for token in tokens])  # control, normal
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    for name, value in about.items():
+        if value is not None:
+            kinds[type(value)](f"tokenizer.ggml.{name}", value)
     writer.add_chat_template(CHAT_TEMPLATE)
     written = (
         "attn_output",

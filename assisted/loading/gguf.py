@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file, is_gguf_available
 
 from ..engine.libraries import GgufConfig, dequantized, gguf_kinds, gguf_tensors
 from ..extras import install
 from .files import gguf_files, loading, of_hub
 from .gguf_config import complete
+from .gguf_tokenizer import complete_tokenizer, end_tokens
 
 
 def named_in(path: str) -> tuple[str, str | None]:
@@ -142,9 +143,20 @@ def load_gguf(path: str, gguf_file: str, role: str, *model_args: Any, **kwargs: 
                 f"{role}: {place}: transformers finds no tensor in it for {len(missing)} weights of {type(model).__name__}, "
                 f"such as {missing[0]}; load the original checkpoint"
             )
+        ends = end_tokens(importlib.import_module("gguf").GGUFReader(place))
+    if len(ends) > 1 and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends
     if not _is_packed(model):
         _unmark(model)
     return model
+
+
+def load_tokenizer(path: str, gguf_file: str, **hub: Any) -> Any:
+    """`AutoTokenizer.from_pretrained(path, gguf_file=...)`, with all that the file states."""
+    with reading_once():
+        tokenizer = AutoTokenizer.from_pretrained(path, gguf_file=gguf_file, **hub)
+        complete_tokenizer(tokenizer, importlib.import_module("gguf").GGUFReader(place_of(path, gguf_file, hub)))
+    return tokenizer
 
 
 def unmarked(model: PreTrainedModel) -> PreTrainedModel:

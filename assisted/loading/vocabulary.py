@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..engine.traits import Traits
 from .files import fields_of, loading
-from .gguf import named_in
+from .gguf import load_tokenizer, named_in
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -36,7 +36,7 @@ def find_tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase |
         return None
 
 
-def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | None:
+def _tokenizer(path: str | None, **hub: Any) -> PreTrainedTokenizerBase | None:
     """Like `find_tokenizer`, but raises ValueError that names the file for a tokenizer that cannot be read."""
     if not path:
         return None
@@ -49,6 +49,8 @@ def _tokenizer(path: str | None, **hub: object) -> PreTrainedTokenizerBase | Non
         return None
     try:
         with loading("tokenizer", path):
+            if hub.get("gguf_file") is not None:
+                return load_tokenizer(path, **hub)
             return AutoTokenizer.from_pretrained(path, **hub)
     except OSError as error:
         if present:

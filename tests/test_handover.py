@@ -347,6 +347,7 @@ def test_gguf_of_a_pair(models_of: Path, tmp_path: Path) -> None:
     assert found.files == ("README.md", "draft.gguf", "handover.json", "target.gguf")
     assert found.config["spec-type"] == "draft-simple"
     assert found.config["spec-draft-n-max"] == 5
+    assert any("up to 5 tokens earlier" in note for note in found.notes)  # findings/llamacpp_context_end.sh
     assert found.command[:5] == ("llama-server", "--model", "target.gguf", "--spec-draft-model", "draft.gguf")
     AssistedModelForCausalLM.from_pretrained(
         tmp_path / "out" / "target.gguf", draft=str(tmp_path / "out" / "draft.gguf")

@@ -176,6 +176,10 @@ def _llamacpp(job: Job) -> Launch:
         config |= {"flash-attn": "off", "cache-type-k": "f32", "cache-type-v": "f32"}
         if job.kind == "draft-model":
             config |= {"cache-type-k-draft": "f32", "cache-type-v-draft": "f32"}
+    notes.append(
+        f"A text that reaches the end of the context ends up to {job.tokens} tokens earlier than without drafts, because "
+        "llama.cpp does not send the last accepted tokens. --ctx-size leaves room, up to what the models can read."
+    )
     return Launch(("llama-server", *_options(config)), config, tuple(notes))
 
 

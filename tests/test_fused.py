@@ -18,10 +18,39 @@ from assisted.engine.cache import SlotCache
 from assisted.engine.runner import CachedModel
 from assisted.engine.traits import Traits
 from assisted.engine.trust import Trust
-from assisted.fast import fused, native, products
+from assisted.fast import families, fused, native, products
 from assisted.methods.shared import model_drafter
 
-FAMILY = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
+LLAMAS = ["llama", "mistral", "mistral-window", "qwen2", "qwen3"]
+FAMILY = [
+    *LLAMAS,
+    *(
+        "ministral",
+        "mixtral",
+        "qwen2-window",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "phi3",
+        "phi3-window",
+    ),
+    *(
+        "stablelm",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "cohere",
+        "cohere2",
+        "starcoder2",
+        "starcoder2-window",
+        "smollm3",
+    ),
+    *("glm", "glm4", "nemotron", "exaone4", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "arcee", "apertus", "helium"),
+]
+"""The architectures whose layers have a form."""
 ROUNDING = 1e-4  # the random models' logits have a spread of some units
 
 
@@ -29,6 +58,13 @@ def both(model, rows=2, slots=64):
     other = fused.fused(model)
     assert other.module is not model
     return [CachedModel(m, SlotCache(rows, slots), Traits.of(model).masks) for m in (model, other)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_knows_its_families_alone(architecture, monkeypatch):
+    monkeypatch.setattr(products, "_WIDE", 10**9)  # otherwise others have their products packed
+    model = build(architecture)
+    assert (fused.fused(model).module is not model) == (architecture.name in FAMILY)
 
 
 @torch.no_grad()
@@ -48,13 +84,6 @@ def test_says_the_same_over_padding_chains_and_trees(name):
         for run in (one, two):
             run.commit(kept)
     assert_same(before, snapshot(model))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
-def test_knows_its_family_alone(architecture, monkeypatch):
-    monkeypatch.setattr(products, "_WIDE", 10**9)  # otherwise others have their products packed
-    model = build(architecture)
-    assert (fused.fused(model).module is not model) == (architecture.name in FAMILY)
 
 
 @over("architecture", ARCHITECTURES)
@@ -194,10 +223,10 @@ def test_hybrids_of_any_size(name, copied, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("in_c", [False, True])
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name,in_c", [(name, False) for name in FAMILY] + [(name, True) for name in LLAMAS])
 def test_bfloat16_is_rounded_where_the_model_rounds(name, in_c, monkeypatch):
-    """Over the model's own products every number is the same; packed ones add in another order."""
+    """Over the model's own products every number is the same, but for norms that round once: their float32 numbers may lie on
+    either side of a border. Packed products add in another order."""
     if not products.packs(torch.bfloat16):
         pytest.skip("this processor does not multiply bfloat16")
     if not in_c:
@@ -211,7 +240,9 @@ def test_bfloat16_is_rounded_where_the_model_rounds(name, in_c, monkeypatch):
     own = model(ids).logits
     with monkeypatch.context() as context:
         context.setattr(fused, "may_copy", lambda parameters: False)
-        assert torch.equal(fused.fused(model).module(ids).logits, own)
+        found = fused.fused(model).module(ids).logits
+        rounds_twice = families.form_of(model.model.layers[0]).norm.rounds
+        assert torch.equal(found, own) or (not rounds_twice and (found - own).std() < 0.5 * (own - exact).std())
     other = fused.fused(model).module
     product = other.model.layers[0].heads
     assert (product.native if in_c else product.packed) is not None

@@ -13,12 +13,14 @@ from eagle_heads import random_head, trained_head
 from mtp_heads import random_mtp
 from pairs import CALL
 from test_native import LLAMA, built, needed
+from torch import nn
 from transformers import LlamaForCausalLM
 
 from assisted import MTP, AssistedModelForCausalLM, Eagle
 from assisted.engine.cache import SlotCache
 from assisted.fast import delta, fused, native, structs
 from assisted.fast.head_steps import Shape
+from assisted.fast.norms import Norm
 from assisted.fast.structs import OtherLayout, columns_of, offset, pointer, require_layout
 from assisted.methods.eagle.fused import fused_head
 from assisted.methods.shared.runner import HeadRunner
@@ -98,6 +100,10 @@ def _run(**changes: Any) -> None:
     _layer()(given["hidden"], given["keys"], given["values"], given["around"], given.get("beside"))
 
 
+def _norm() -> Any:
+    return Norm(nn.LayerNorm(32)).in_c(torch.float32)
+
+
 SLOTS = torch.zeros(1, 2, 8, 32)
 SCALES = torch.zeros(8, dtype=torch.float64, device="meta")
 WRONG: dict[str, Callable[[], Any]] = {
@@ -115,7 +121,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "a product's inputs": lambda: native.NativeProduct(native.packed(torch.zeros(32, 64)), 64, 32)(torch.zeros(2, 32)),
     "a product's weights": lambda: native.NativeProduct(native.packed(torch.zeros(32, 64)), 96, 32),
     "a product's scales": lambda: native.NativeProduct(native.packed(torch.zeros(64, 64).char()), 64, 8, SCALES),
-    "a norm's weight": lambda: native.norm(torch.zeros(2, 32), torch.zeros(32).bfloat16(), 1e-6),
+    "a norm's weight": lambda: native.NativeNorm(Norm(nn.LayerNorm(32).bfloat16()), 3, torch.float32),
+    "a norm's inputs": lambda: _norm()(torch.zeros(2, 32).bfloat16()),
     "a move from nowhere": lambda: native.move([SLOTS.clone()], torch.tensor([[0], [1], [8]])),
     "a move to a row that is not there": lambda: native.move([SLOTS.clone()], torch.tensor([[1], [1], [2]])),
     "moves in 32 bits": lambda: native.move([SLOTS.clone()], torch.tensor([[0], [1], [2]]).int()),

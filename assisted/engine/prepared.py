@@ -78,15 +78,15 @@ def one_by_one(layers: Iterable[nn.Module], hidden_states: torch.Tensor, **given
 
 
 def through_all(
-    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any
 ) -> torch.Tensor:
-    """The logits of columns, [R, n, V], through layers, norm and head. hidden: [R, n, D]. positions: [R or 1, n]. mask: as for
-    sdpa. cache: slots, with the columns placed."""
+    """The logits of columns, [R, n, V], through layers, norm and head. hidden: [R, n, D]. positions: [R or 1, n]. mask: as
+    layers take it, or by the kinds of layers. cache: slots, with the columns placed."""
     base = prepared.module.base_model
     angles = rotary_angles(base.rotary_emb, hidden, positions)
     given = {"position_ids": positions, "position_embeddings": angles, CACHE: cache}
     made = prepared.run_layers(base.layers, hidden, attention_mask=mask, **given)
-    return prepared.module.lm_head(base.norm(made))
+    return prepared.finished(prepared.module.lm_head(base.norm(made)))
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,21 @@ class PreparedModule:
     keeps_bits: bool = False  # a column has the same bits whatever else a forward pass computes
     # runs what follows the embedding if it runs `through_parts`, with the arguments of `through_all`
     run_columns: Callable[..., torch.Tensor] = through_all
+    # what its forward does to embeddings before the layers, and to the head's logits, given the module; None for nothing
+    enter: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    finish: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     # moves columns to earlier slots, given keys and values of all layers and [3, any] int64, the row, target and source
     # of each; returns False if it can't. None: operations of torch move them.
     move: Callable[[Sequence[torch.Tensor], torch.Tensor], bool] | None = None
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """What its first layer reads of tokens, [R, n] -> [R, n, D]. For modules that run `through_parts`, like `finished`."""
+        hidden: torch.Tensor = self.module.base_model.embed_tokens(ids)
+        return hidden if self.enter is None else self.enter(self.module, hidden)
+
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits that its forward makes of its head's."""
+        return logits if self.finish is None else self.finish(self.module, logits)
 
     def tapped(self, needs: Needs) -> PreparedModule:
         """The same module as another object that also keeps the needed hidden states of its last forward pass."""

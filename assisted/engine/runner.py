@@ -229,7 +229,6 @@ class CachedModel(Runner):
         return self.model(**given).logits
 
     def _through_parts(self, ids: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        hidden = self.prepared.embedded(ids.to(self.device))
         mask = kwargs.get("attention_mask")
-        mask = mask["full_attention"] if isinstance(mask, dict) else mask  # recurrent layers read none over columns
-        hidden = self.model.base_model.embed_tokens(ids.to(self.device))
         return self.prepared.run_columns(self.prepared, hidden, kwargs["position_ids"], mask, self.cache)

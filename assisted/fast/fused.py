@@ -1,7 +1,7 @@
 """Runs models with fewer operations or faster matrix products, as another object of the model's class with its parameters.
 
-In small models, or over few tokens, launching operations takes most of the time of a forward pass. A layer of the Llama
-family takes about twenty operations here instead of fifty, and so do layers of hybrids with the gated delta rule. Other models
+In small models, or over few tokens, launching operations takes most of the time of a forward pass. A layer whose form is known
+(families.py) takes about twenty operations here instead of fifty, and so do layers with the gated delta rule. Other models
 keep their layers, and their wide products use a layout that is fast over few tokens. The output is compared with the original
 model's before use.
 """
@@ -31,10 +31,10 @@ from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
 from . import delta, fixed_width, native
-from .families import is_fusible, layers_of, path_of
+from .families import form_of, is_fusible, layers_of, path_of
 from .layers import FusedLayer, FusedMLP, fused_layer, is_float, of_mixer, of_mlp
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
-from .norms import Called, norm_of
+from .norms import Called
 from .products import (
     PackedLinear,
     Product,
@@ -128,14 +128,18 @@ def with_same_bits(prepared: PreparedModule) -> PreparedModule:
     """
     layers: Any = getattr(getattr(prepared.module, "model", None), "layers", ())
     known = prepared.through_parts and all(isinstance(own, FusedLayer) and own.whole_mlp is None for own in layers)
-    reason = (
-        fixed_width.why_not(prepared.module.device)
-        if known
-        else "the model is not of the Llama family, or its layers are not as transformers has them"
-    )
+    in_c = known and all(own.native is not None for own in layers)
+    if not known:
+        reason = "the layers of the model have no faster form, or are not as transformers has them"
+    elif not in_c and any(own.is_eager or own.kind is not None for own in layers):
+        reason = (
+            "without kernels in C, the layers must have the same mask, and attention other than transformers' eager one"
+        )
+    else:
+        reason = fixed_width.why_not(prepared.module.device)
     if reason is not None:
         raise ValueError(f"exact: 'bits' is not possible here, see the page \"Numbers in half precision\"; {reason}")
-    if not all(own.native is not None for own in layers):
+    if not in_c:
         prepared = fixed_width.of_fixed_width(prepared)
     if layers not in _SAME_BITS:
         _SAME_BITS[layers] = _has_same_bits(prepared)
@@ -226,7 +230,8 @@ class _Fusion:
         layers: Any = next((child for path, child in children.items() if path[-1] == "layers"), ())
         # those of a text model inside another one run through the forward of both
         whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
-        in_c = bool(layers) and all(isinstance(layer, FusedLayer) and layer.native is not None for layer in layers)
+        own: list[Any] = [layer for layer in layers if isinstance(layer, FusedLayer) and layer.native is not None]
+        in_c = bool(layers) and len(own) == len(layers) and all(layer.native.is_whole for layer in own)
         in_floats = bool(layers) and all(isinstance(layer, FusedMLP) and layer.floats is not None for layer in layers)
         return PreparedModule(
             made,
@@ -237,6 +242,8 @@ class _Fusion:
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
             run_layers=layers_at_once if in_c or in_floats else one_by_one,
             run_columns=model_at_once if in_c else through_all,
+            enter=layers[0].form.enter if whole else None,
+            finish=layers[0].form.finish if whole else None,
             move=native.move if in_c else None,
         )
 
@@ -336,12 +343,15 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
         )  # first: converting it takes as much again, which the layers use later
         of_head.most = sys.maxsize  # it computes no prompts
         head = Called(of_head)
-    path, angles = path_of(model), None
+    path, angles, form = path_of(model), None, form_of(layers[0])
     norm = model.get_submodule(".".join((*path, "norm")))
-    children: _Children = {("lm_head",): head, (*path, "norm"): norm if is_touched(norm) else Called(norm_of(norm))}
+    children: _Children = {
+        ("lm_head",): head,
+        (*path, "norm"): norm if is_touched(norm) else Called(form.norm_of(norm)),
+    }
     if any("self_attn" in layer._modules and is_fusible(layer) for layer in layers):
         base = model.get_submodule(".".join(path))
-        angles = Angles(base.rotary_emb, base.config, model.dtype)
+        angles = Angles(base.rotary_emb, base.config, model.dtype, form)
         children |= {(*path, "rotary_emb"): angles}
     shared = Shared(angles)
     own = [fused_layer(layer, shared, copied, is_hybrid) for layer in layers]

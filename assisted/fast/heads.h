@@ -62,7 +62,8 @@ int64_t step_of_head(
 void logits_of_head(
     const Head *h, const number *states, int64_t n, number *room, number *logits, float *scratch, int threads) {
     const int64_t size = h->layer.hidden;
-    if (!h->normed_output) norms(states, h->end_norm, n, size, h->end_epsilon, room);
+    if (!h->normed_output)
+        for (int64_t c = 0; c < n; c++) norm(states + c * size, h->end_norm, size, h->end_epsilon, room + c * size);
     multiply(&h->output, h->normed_output ? states : room, n, logits, scratch, threads);
 }
 

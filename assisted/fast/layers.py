@@ -1,4 +1,4 @@
-"""Layers of the Llama family and of hybrids with the gated delta rule, in fewer operations or in C.
+"""Layers with the forms of families.py, and those with the gated delta rule, in fewer operations or in C.
 
 A layer takes about twenty operations here instead of fifty. In C, it is one call.
 """
@@ -6,28 +6,37 @@ A layer takes about twenty operations here instead of fifty. In C, it is one cal
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from ..engine.cache import SlotCache
 from ..engine.delta import DeltaMixer, inputs_of, outputs_of
-from ..engine.libraries import CACHE
+from ..engine.libraries import CACHE, attention_of
 from ..engine.parts import with_children
 from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from . import delta, native
 from .delta import NativeMixer
-from .families import is_fusible, width_of
+from .families import LLAMA, form_of, is_fusible, width_of
 from .fixed_width import FixedColumns
-from .norms import Called, GatedNorm, Norm, norm_of, plus_product
+from .norms import Called, GatedNorm, Norm, plus_product
 from .products import PackedLinear, Product, reads_in_place
 from .shared import Shared, slots_of_layer
 
 _SEEN = 2**22  # entries of a prompt's mask that become lists of slots
+_ACTIVATIONS: dict[type, int] = {
+    nn.SiLU: 0,
+    SiLUActivation: 0,
+    GELUTanh: 1,
+    GELUActivation: 2,
+    ReLUSquaredActivation: 3,
+}
+"""The classes of activations, and where `native.ACTIVATIONS` has them."""
 
 
 def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = False) -> nn.Module:
@@ -44,12 +53,14 @@ def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = Fals
 
 
 def _fits_floats(layer: Any) -> bool:
-    """Whether a layer runs in C in float32, by its parts alone."""
+    """Whether a layer runs in C in float32 among those with the delta rule: if its form is Llama's but for the norms' kind."""
+    form = replace(form_of(layer), base=LLAMA.base, norm=LLAMA.norm)
     products = [*of_mixer(layer), *of_mlp(layer)]
     linear: list[Any] = [module for modules in products for module in modules]
     biases = [{module.bias is None for module in modules} for modules in products]
     return (
-        len(products) == len(biases) == 4
+        form == LLAMA
+        and len(products) == len(biases) == 4
         and all(map(is_float, linear))
         and all(len(kinds) == 1 for kinds in biases)
         and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
@@ -58,13 +69,21 @@ def _fits_floats(layer: Any) -> bool:
     )
 
 
+def activation_in_c(activation: Any) -> int | None:
+    """Where `native.ACTIVATIONS` has an activation; None if C has not."""
+    # a variant in Python rounds each step
+    own = getattr(activation, "act", None)
+    in_python = getattr(own, "__self__", None) is activation
+    return None if in_python else _ACTIVATIONS.get(type(activation))
+
+
 def is_float(module: Any) -> bool:
     """Whether a module is a plain product in float32."""
     return type(module) is nn.Linear and module.weight.dtype == torch.float32
 
 
 class FusedMLP(Skippable):
-    """What fused layers share: RMSNorm, something, RMSNorm and an MLP.
+    """What fused layers share: norms, something, and an MLP.
 
     It uses plain attributes only, because looking up a submodule takes as long as a small operation. in_8_bits: see `Product`.
     """
@@ -74,9 +93,14 @@ class FusedMLP(Skippable):
 
     def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
         super().__init__()
-        self.before_attention, self.before_mlp = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
-        if parts := of_mlp(layer):
-            self.activation = layer.mlp.act_fn.forward
+        self.form = form = form_of(layer)
+        norms = [None if norm is None else form.norm_of(norm) for norm in form.norms_in(layer)]
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
+        self.is_beside = form.beside(layer)
+        self.multiplier: float | None = getattr(layer, "residual_multiplier", None)  # of what is added
+        if parts := form.of_mlp(layer):
+            own = getattr(layer.mlp, form.activation)
+            self.activation, self.activation_in_c = own.forward, activation_in_c(own)
             self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
         else:
             self.whole_mlp = packed_inside(layer.mlp, copied).forward
@@ -84,20 +108,39 @@ class FusedMLP(Skippable):
     def without(self, paths: Collection[Path]) -> nn.Module:
         return Called(self._attention_alone if ("mlp",) in paths else self._mlp_alone)
 
-    def transform(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Add the MLP's output to the residual stream, [B, n, D]."""
-        normed = self.before_mlp(hidden_states)
+    def transform(self, hidden_states: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the MLP's output to the residual stream, [B, n, D]. beside: what it reads, if that is not the norm of it."""
+        normed = hidden_states if beside is None else beside
+        if beside is None and self.before_mlp is not None:
+            normed = self.before_mlp(hidden_states)
         if self.whole_mlp is not None:
-            made = self.whole_mlp(normed)
-            return hidden_states + (made[0] if isinstance(made, tuple) else made)
-        gate, up = self.gate_up.raw(normed).chunk(2, -1)
-        return hidden_states + self.down.raw(self.activation(gate).mul_(up))
+            found = self.whole_mlp(normed)
+            made = found[0] if isinstance(found, tuple) else found
+            return self._added(hidden_states, made, self.after_mlp)
+        made = self.gate_up.raw(normed)
+        if self.form.is_gated:
+            gate, up = made.chunk(2, -1)
+            made = self.activation(gate).mul_(up)
+        else:
+            made = self.activation(made)
+        # sums and activations take low-bit products in the dtype they are computed in, which spares conversions
+        made = self.down.raw(made) if self.after_mlp is None and self.multiplier is None else self.down(made)
+        return self._added(hidden_states, made, self.after_mlp)
+
+    def _added(self, hidden_states: torch.Tensor, made: torch.Tensor, after: Norm | None) -> torch.Tensor:
+        """The residual stream plus what was made, after its norm and times the multiplier."""
+        made = made if after is None else after(made)
+        return hidden_states + (made if self.multiplier is None else made * self.multiplier)
+
+    def before(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What attention reads, [B, n, D]."""
+        return hidden_states if self.before_attention is None else self.before_attention(hidden_states)
 
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
 
     def _mlp_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.transform(hidden_states)
+        return self.transform(hidden_states, self.before(hidden_states) if self.is_beside else None)
 
 
 class DeltaLayer(FusedMLP):
@@ -129,6 +172,7 @@ class DeltaLayer(FusedMLP):
         """hidden_states: [B, n, D]. attention_mask: of a prompt with padding, [B, n]. kwargs: the cache, under the name of
         `CACHE`. Returns [B, n, D]."""
         cache: Any = kwargs.get(CACHE)
+        attention_mask = None if isinstance(attention_mask, dict) else attention_mask  # of a pass over columns
         if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
             made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
             cache.note_together(read)
@@ -150,36 +194,43 @@ class DeltaLayer(FusedMLP):
         return made
 
     def _attention_alone(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        return hidden_states + self.mix(self.before_attention(hidden_states), kwargs.get(CACHE), attention_mask)
+        if isinstance(attention_mask, dict):
+            attention_mask = None
+        return hidden_states + self.mix(self.before(hidden_states), kwargs.get(CACHE), attention_mask)
 
 
 class FusedLayer(FusedMLP):
-    """RMSNorm, rotary attention, RMSNorm and MLP, as in the family's layers; attention may have a gate at its output."""
+    """Norms, rotary attention and an MLP, as the layer's form says; attention may have a gate at its output."""
 
     ungated: torch.Tensor | None = None  # the indices of query and key heads if there are gates among them
 
     def __init__(self, layer: Any, shared: Shared, copied: bool, in_8_bits: bool = False):
         super().__init__(layer, copied, in_8_bits)
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, form = layer.self_attn, self.form
         self.index: int = attention.layer_idx
         self.is_last = False  # among the model's layers
+        self.kind = kind_of(attention.config, self.index)
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
-        of_queries, of_keys = (int(width_of(module) or 0) for module in (attention.q_proj, attention.k_proj))
-        self.key_heads = of_keys // self.head_size
-        self.query_heads = self.key_heads * attention.num_key_value_groups
+        self.is_eager = attention_of(attention.config) == "eager"
+        self.cap: float | None = getattr(attention, form.cap) if form.cap else None
+        self.turns = form.turns(attention)
+        into, group = form.of_mixer(layer)[0], attention.num_key_value_groups
+        widths = [int(width_of(module) or 0) for module in into]
+        self.key_heads = (widths[1] if len(widths) > 1 else widths[0] // (group + 2)) // self.head_size
+        self.query_heads = self.key_heads * group
         self.shared = shared
-        self.query_norm = norm_of(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = norm_of(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.heads, self.output = [Product(modules, copied, in_8_bits) for modules in of_mixer(layer)]
-        if of_queries > self.query_heads * self.head_size:  # each query head has a gate after it
+        norms = [None if norm is None else form.norm_of(norm) for norm in form.of_heads(attention)]
+        self.query_norm, self.key_norm = norms
+        self.heads, self.output = [Product(modules, copied, in_8_bits) for modules in form.of_mixer(layer)]
+        if (
+            sum(widths) > (self.query_heads + 2 * self.key_heads) * self.head_size
+        ):  # each query head has a gate after it
             ends = torch.arange(2 * self.query_heads, 2 * self.query_heads + self.key_heads)
             self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
-                layer.input_layernorm.weight.device
+                next(layer.parameters()).device
             )
-        is_plain = self.ungated is None and self.shared.turn is None and type(self.before_attention) is Norm
-        is_known = is_plain and self.whole_mlp is None and isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        self.native = self._native([self.heads, self.output, self.gate_up, self.down]) if is_known else None
+        self.native = self._native() if self.ungated is None else None
 
     def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
         """The layer in C. products, norms: see `FloatLayer`."""
@@ -193,36 +244,58 @@ class FusedLayer(FusedMLP):
         """Keys and values for a pass over columns; None for others."""
         return slots_of_layer(cache, self.index)
 
-    def _native(self, products: list[Product]) -> native.NativeLayer | None:
-        """The layer in C; None if it has not the shapes or the dtype for that."""
+    def _native(self) -> native.NativeLayer | None:
+        """The layer in C, up to an MLP that is not fused; None if it has not the shapes or the dtype for that."""
+        products = [self.heads, self.output] + ([self.gate_up, self.down] if self.whole_mlp is None else [])
         found = [product.native for product in products if product.native is not None]
-        norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
-        weights = [None if norm is None else norm.weight for norm in norms]
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
-        kinds = {weight.dtype for weight in weights if weight is not None} | {product.dtype for product in found}
-        fits = fits and len(kinds) == 1 and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
-        if not fits or found[1].outputs != self.before_attention.weight.shape[0]:
+        fits = fits and len({product.dtype for product in found}) == 1 and found[0].inputs % native.GROUP == 0
+        fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        if not fits or (self.whole_mlp is None and self.activation_in_c is None) or (self.cap and not self.is_eager):
             return None
-        epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
-        return native.NativeLayer(found, weights, epsilons, self.key_heads, self.head_size, self.scaling)
+        of_mlp = [self.before_mlp, self.after_mlp] if self.whole_mlp is None else [None, None]
+        norms = [self.before_attention, self.after_attention, *of_mlp, self.query_norm, self.key_norm]
+        made = [None if norm is None else norm.in_c(found[0].dtype) for norm in norms]
+        if any(norm is not None and one is None for norm, one in zip(norms, made, strict=True)):
+            return None
+        form, shared = self.form, self.shared
+        shape = native.Shape(
+            *(self.key_heads, self.head_size, self.scaling),
+            turned=shared.turned if self.turns else 0,
+            turning=1 + form.pairs + 4 * form.turns_in_floats,
+            norms_turned=form.norms_turned,
+            is_eager=self.is_eager,
+            cap=self.cap or 0.0,
+            beside=self.is_beside,
+            activation=0 if self.whole_mlp is not None else self.activation_in_c or 0,
+            is_gated=form.is_gated,
+            multiplier=1.0 if self.multiplier is None else self.multiplier,
+            kind=self.kind,
+        )
+        return native.NativeLayer(found, made, shape)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any,
+        position_embeddings: Any,
         last_only: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """hidden_states: [B, n, D]. attention_mask: as for sdpa, None for causal attention. position_embeddings: from `Angles`.
+        """hidden_states: [B, n, D]. attention_mask: as the layer takes it, None for causal attention. position_embeddings: from
+        `Angles`. Both may be those of all kinds of layers, by name.
         last_only: only the last column of the model's output is used, so the last layer computes just keys and values of the
         others. kwargs: the cache, under the name of `CACHE`. Returns [B, n, D], or [B, 1, D] without the other columns.
         """
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[self.kind or "full_attention"]
+        if isinstance(position_embeddings, dict):
+            position_embeddings = position_embeddings[self.kind]
         if (made := self.in_c(hidden_states, attention_mask, position_embeddings, last_only, **kwargs)) is not None:
             return made
-        normed = self.before_attention(hidden_states)
+        normed = self.before(hidden_states)
         attended = self.attend(hidden_states, normed, attention_mask, position_embeddings, last_only, **kwargs)
-        return self.transform(attended)
+        return self.transform(attended, normed[:, -attended.shape[1] :] if self.is_beside else None)
 
     def in_c(
         self,
@@ -247,14 +320,18 @@ class FusedLayer(FusedMLP):
         if slots is None:
             return None
         hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
-        around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
+        around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
         if last_only and self.is_last:
-            native.NativeLayers([self.native]).run(hidden, slots, around, beside)
+            native.NativeLayers([self.native]).run(hidden, slots, {self.kind: around}, beside)
             hidden, mask = hidden[:, -1:].contiguous(), None if mask is None else mask[:, :, -1:]
             beside = None if beside is None else beside[:, -1:].contiguous()
             angles = angles[0][:, -1:], angles[1][:, -1:]
-            around = self.shared.around(hidden, mask, angles, kwargs[CACHE], self.index)
-        return self.native(hidden, *slots, around, beside)
+            around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
+        made = self.native(hidden, *slots, around, beside)
+        if self.native.is_whole:
+            return made
+        # what the MLP reads beside attention is gone
+        return self.transform(made, self.before(hidden) if self.is_beside else None)
 
     def slots_to_read(
         self, hidden_states: torch.Tensor, mask: torch.Tensor | None, cache: Any
@@ -266,7 +343,7 @@ class FusedLayer(FusedMLP):
             or type(cache) not in (SlotCache, ColumnCache)
             or cache.start is not None
             or not isinstance(cache.places, slice)
-            or (mask is not None and (mask.dtype != torch.bool or mask.numel() > _SEEN))
+            or (mask is not None and ((mask.dtype != torch.bool and not self.is_eager) or mask.numel() > _SEEN))
             or (self.native is not None and rows * width > self.native.most and not cache.alike)
         ):
             return None
@@ -290,36 +367,39 @@ class FusedLayer(FusedMLP):
         turning, value = heads[:, :, : -self.key_heads], heads[:, :, -self.key_heads :]
         if self.ungated is not None:
             turning = heads.index_select(2, self.ungated)
-        if self.query_norm is not None and self.key_norm is not None:
-            if self.query_norm.epsilon == self.key_norm.epsilon:  # as one norm
-                query, key = self.query_norm.weight, self.key_norm.weight
-                weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
-                turning = self.query_norm(turning, weight)
-            else:
-                queries, keys = turning.split([self.query_heads, self.key_heads], 2)
-                turning = torch.cat([self.query_norm(queries), self.key_norm(keys)], 2)
-        cos, sin = position_embeddings
-        turn = self.shared.turn
-        beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)
-        turned = plus_product(turning * cos, beside, sin).transpose(1, 2)
+        if not self.form.norms_turned:
+            turning = self._normed(turning)
+        if self.turns:
+            cos, sin = position_embeddings
+            turn, dtype = self.shared.turn, turning.dtype
+            turning = turning.float() if self.form.turns_in_floats else turning
+            beside = turning.roll(self.head_size // 2, -1) if turn is None else turning.index_select(-1, turn)
+            turning = plus_product(turning * cos, beside, sin).to(dtype)
+        if self.form.norms_turned:
+            turning = self._normed(turning)
+        turned = turning.transpose(1, 2)
         query, key, value = turned[:, : self.query_heads], turned[:, self.query_heads :], value.transpose(1, 2)
         cache = kwargs.get(CACHE)
         if isinstance(cache, FixedColumns):
-            seen = cache.attend(self.index, query, key, value, self.scaling)
-            return hidden_states + self.output.raw(seen.transpose(1, 2).reshape(rows, width, -1))
+            return self._output(
+                hidden_states, cache.attend(self.index, query, key, value, self.scaling).transpose(1, 2)
+            )
         if cache is not None:
             key, value = cache.update(key, value, self.index)
         if last_only and self.is_last:
             query, hidden_states, width = query[:, :, -1:], hidden_states[:, -1:], 1
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
+        if self.is_eager:
+            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap)
+            return self._output(hidden_states, seen.transpose(1, 2))
         # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
         together = group if query.device.type == "cpu" and not causal else 1
         seen = F.scaled_dot_product_attention(
             query.reshape(rows, self.query_heads // together, together * width, self.head_size),
             key,
             value,
-            attn_mask=self.shared.additive(attention_mask, query.dtype, together),
+            attn_mask=self.shared.additive(attention_mask, query.dtype, together, self.kind),
             is_causal=causal,
             scale=self.scaling,
             enable_gqa=group != together,
@@ -327,25 +407,72 @@ class FusedLayer(FusedMLP):
         seen = seen.reshape(rows, self.query_heads, width, self.head_size).transpose(1, 2)
         if self.ungated is not None:
             seen = seen * heads[:, -width:, 1 : 2 * self.query_heads : 2].sigmoid()
-        # sums and activations take low-bit products in the dtype they are computed in, which spares conversions
-        return hidden_states + self.output.raw(seen.reshape(rows, width, -1))
+        return self._output(hidden_states, seen)
+
+    def _output(self, hidden_states: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Add what attention has seen, [B, n, H, D], to the residual stream."""
+        seen, after = seen.reshape(*hidden_states.shape[:2], -1), self.after_attention
+        made = self.output.raw(seen) if after is None and self.multiplier is None else self.output(seen)
+        return self._added(hidden_states, made, after)
+
+    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
+        """Query heads and key heads, [B, n, H, D], after their norms."""
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if query_norm is None or key_norm is None:
+            return heads
+        rms = not query_norm.kind.centers and query_norm.size == self.head_size
+        if rms and query_norm.epsilon == key_norm.epsilon:  # as one norm
+            query, key = query_norm.weight, key_norm.weight
+            weight = torch.cat([query.expand(self.query_heads, -1), key.expand(self.key_heads, -1)])
+            return query_norm(heads, weight)
+        made = []
+        for norm, part in zip((query_norm, key_norm), heads.split([self.query_heads, self.key_heads], 2), strict=True):
+            whole = norm.size > self.head_size
+            made.append(norm(part.flatten(2)).view_as(part) if whole else norm(part))
+        return torch.cat(made, 2)
 
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.attend(hidden_states, self.before_attention(hidden_states), **kwargs)
+        for name in ("attention_mask", "position_embeddings"):
+            if isinstance(kwargs.get(name), dict):
+                kwargs[name] = kwargs[name][self.kind or "full_attention"]
+        return self.attend(hidden_states, self.before(hidden_states), **kwargs)
+
+
+def _eagerly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    cap: float | None,
+) -> torch.Tensor:
+    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(group, 1) if group > 1 else part for part in (key, value))
+    scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value)
+
+
+def kind_of(config: Any, index: int) -> str | None:
+    """The kind of a model's layer, if its layers have masks of several kinds; else None."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return kinds[index] if len({*kinds} - {"linear_attention"}) > 1 and index < len(kinds) else None
 
 
 def of_mixer(layer: Any) -> list[list[Any]]:
     """The linear modules of a layer's attention or delta rule: those for its input together, and the one at its end."""
     if "linear_attn" in layer._modules:
         return [inputs_of(layer.linear_attn), [outputs_of(layer.linear_attn)[1]]]
-    attention = layer.self_attn
-    return [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+    return form_of(layer).of_mixer(layer)
 
 
 def of_mlp(layer: Any) -> list[list[Any]]:
     """The same of its MLP; none if that has experts."""
-    mlp = layer.mlp
-    return [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]] if hasattr(mlp, "down_proj") else []
+    return form_of(layer).of_mlp(layer)
 
 
 def packed_inside(module: nn.Module, copied: bool) -> nn.Module:

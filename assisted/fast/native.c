@@ -1,4 +1,4 @@
-/* Forward passes over few columns: products with weights of 32, 16, 8 or 4 bits, and the layers of the Llama family made of them.
+/* Forward passes over few columns: products with weights of 32, 16, 8 or 4 bits, and the layers made of them.
 
    Every column is computed by the same operations in the same order, however many columns come along, wherever it stands among
    them, and whatever the slots hold that it does not see. So a pass over a draft has the bits of passes over single columns.
@@ -164,10 +164,45 @@ INLINE vec exponential(vec x) {
     return e * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
-INLINE vec silu(vec x) {
-    const vec one = all(1), small = exponential(-without_sign(x));
-    /* x / (1 + exp(-x)), with an exponent that is never positive */
-    return x * chosen(x < all(0), small, one) / (one + small);
+/* x / (1 + exp(-by)), with an exponent that is never positive. */
+INLINE vec gated_by(vec x, vec by) {
+    const vec one = all(1), small = exponential(-without_sign(by));
+    return x * chosen(by < all(0), small, one) / (one + small);
+}
+
+INLINE vec silu(vec x) { return gated_by(x, x); }
+
+/* tanh(x): near zero its series, elsewhere (1 - exp(-2 |x|)) / (1 + exp(-2 |x|)) with the sign of x. */
+INLINE vec hyperbolic(vec x) {
+    const vec size = without_sign(x), square = x * x, small = exponential(size * all(-2));
+    const float terms[4] = {-17.0f / 315, 2.0f / 15, -1.0f / 3, 1};
+    vec series = all(62.0f / 2835);
+    UNROLLED for (int i = 0; i < 4; i++) series = plus_product(all(terms[i]), series, square);
+    const vec far = (all(1) - small) / (all(1) + small);
+    return chosen(size < all(0.25f), x * series, chosen(x < all(0), -far, far));
+}
+
+/* The error function, by formula 7.1.26 of Abramowitz and Stegun, "Handbook of Mathematical Functions". */
+INLINE vec error_of(vec x) {
+    const float terms[4] = {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    const vec size = without_sign(x), t = all(1) / plus_product(all(1), all(0.3275911f), size);
+    vec sum = all(1.061405429f);
+    UNROLLED for (int i = 0; i < 4; i++) sum = plus_product(all(terms[i]), sum, t);
+    const vec far = all(1) - sum * t * exponential(-size * size);
+    return chosen(x < all(0), -far, far);
+}
+
+/* Activations, in the order of `native.ACTIVATIONS`. */
+enum { SILU, GELU_TANH, GELU, RELU2 };
+
+INLINE vec activated(vec x, int64_t kind) {
+    const vec positive = greater(x, all(0));
+    switch (kind) {
+        case SILU: return silu(x);
+        case GELU_TANH: return gated_by(x, all(1.59576912f) * plus_product(x, all(0.044715f) * x * x, x));
+        case GELU: return all(0.5f) * x * (all(1) + error_of(x * all(0.707106781f)));
+        default: return positive * positive;
+    }
 }
 
 /* ---- Numbers ---- */
@@ -251,19 +286,35 @@ typedef struct {
     int64_t inputs;         /* a multiple of 32 */
     int64_t bits;           /* 32 of float32; 16, 8 or 4 of bfloat16 */
     int64_t input_bits;     /* 16, or 8 beside weights of 8 or 4 */
+    float multiplier;       /* of the outputs before a residual is added */
 } Product;
 
+/* What norms do, see `norms.NormKind`. */
+enum { NORMS = 1, ROUNDS = 2, ADDS_ONE = 4, ROUNDS_WEIGHT = 8, CENTERS = 16 };
+
 typedef struct {
-    Product heads, output, gate_up, down;
-    const number *before_attention, *before_mlp; /* weights of the norms, [hidden] */
-    const number *query_norm, *key_norm;         /* [head size], or NULL */
+    const number *weight, *bias; /* [size], or NULL */
+    int64_t size;                /* of the vectors, a multiple of 16 */
+    int64_t apart;               /* numbers between the weights of two heads; 0 if all heads share them */
+    int64_t kind;                /* 0: there is no norm */
+    float epsilon;
+} Norm;
+
+/* How heads turn, see `native.Shape`. */
+enum { HALVES = 1, PAIRS = 2, IN_FLOATS = 4 };
+
+typedef struct {
+    Product heads, output, gate_up, down; /* without outputs of the last one, the layer ends after attention */
+    Norm before_attention, after_attention, before_mlp, after_mlp, query_norm, key_norm;
     int64_t hidden, inner, query_heads, key_heads, head_size;
-    float attention_epsilon, mlp_epsilon, query_epsilon, key_epsilon, scaling; /* of the norms; of the scores */
+    int64_t turned, turning, norms_turned, is_eager, beside; /* the rest is as in `native.Shape` */
+    int64_t activation, is_gated;
+    float scaling, cap;
 } Layer;
 
 typedef struct {
     int64_t rows, width;   /* a pass runs over rows * width columns */
-    const number *cos, *sin; /* [angles, width, head size] */
+    const number *cos, *sin; /* [angles, width, head size]; of float32 for layers that turn IN_FLOATS */
     int64_t angles;        /* rows, or 1 */
     const int64_t *places; /* [rows * width]: the slot that each column is written to */
     int64_t first;         /* the first slot that columns may see; the next numbers count from it */
@@ -275,6 +326,15 @@ typedef struct {
     float *scratch;    /* for each thread, what products need of these columns' inputs, or sixteen times the slots of a column */
     int64_t of_thread; /* numbers of that for one thread */
 } Pass;
+
+enum { WIDEST = 256 }; /* the largest head size */
+
+/* Scores of products of queries and keys. */
+INLINE vec scored(const Layer *l, vec dots) {
+    if (!l->is_eager) return dots * all(l->scaling);
+    const vec scores = rounded(rounded(dots) * all(l->scaling)), cap = all(l->cap);
+    return l->cap > 0 ? rounded(rounded(hyperbolic(rounded(scores / cap))) * cap) : scores;
+}
 
 #ifdef FLOAT32
 
@@ -742,7 +802,11 @@ INLINE void accumulate(
 INLINE void finish(const Product *p, vec sum, int64_t at, const number *residual, number *y) {
     if (p->bits == 8) sum *= wide(p->scales + at);
     if (p->bias) sum += wide(p->bias + at);
-    if (residual) sum = rounded(sum) + load(residual);
+    if (residual) {
+        sum = rounded(sum);
+        if (p->multiplier != 1) sum = rounded(sum * all(p->multiplier));
+        sum += load(residual);
+    }
     store(y, sum);
 }
 
@@ -961,30 +1025,67 @@ void multiply(const Product *p, const number *x, int64_t n, number *y, float *sc
 
 /* ---- Layers ---- */
 
-/* RMSNorm of a vector whose size is a multiple of 16. */
-INLINE void norm(const number *x, const number *weight, int64_t size, float epsilon, number *y) {
-    vec squares = all(0);
+/* The norm of a vector. kind: of the norm. */
+INLINE void norm_of_kind(const Norm *m, const number *x, const number *weight, number *y, int64_t kind) {
+    const int64_t size = m->size;
+    vec mean = all(0), squares = all(0);
+    if (kind & CENTERS) {
+        for (int64_t i = 0; i < size; i += WIDE) mean += load(x + i);
+        mean = all(sum_of(mean) / (float)size);
+    }
     for (int64_t i = 0; i < size; i += WIDE) {
-        const vec v = load(x + i);
+        const vec v = kind & CENTERS ? load(x + i) - mean : load(x + i);
         squares = plus_product(squares, v, v);
     }
-    const vec scale = all(1.0f / sqrtf(sum_of(squares) / (float)size + epsilon));
-    for (int64_t i = 0; i < size; i += WIDE) store(y + i, rounded(load(x + i) * scale) * load(weight + i));
+    const vec scale = all(1.0f / sqrtf(sum_of(squares) / (float)size + m->epsilon));
+    for (int64_t i = 0; i < size; i += WIDE) {
+        vec v = (kind & CENTERS ? load(x + i) - mean : load(x + i)) * scale;
+        if (kind & ROUNDS) v = rounded(v);
+        if (weight) {
+            vec by = load(weight + i);
+            if (kind & ADDS_ONE) by += all(1);
+            v *= kind & ROUNDS_WEIGHT ? rounded(by) : by;
+        }
+        if (m->bias) v += load(m->bias + i);
+        store(y + i, v);
+    }
 }
 
-/* The same of n vectors. */
-void norms(const number *x, const number *weight, int64_t n, int64_t size, float epsilon, number *y) {
-    for (int64_t c = 0; c < n; c++) norm(x + c * size, weight, size, epsilon, y + c * size);
+/* The same of head h. */
+static void norm_head(const Norm *m, const number *x, int64_t h, number *y) {
+    const number *weight = m->weight ? m->weight + h * m->apart : NULL;
+    if (m->kind == (NORMS | ROUNDS) && !m->bias && weight)
+        norm_of_kind(&(Norm){.size = m->size, .epsilon = m->epsilon}, x, weight, y, NORMS | ROUNDS);
+    else
+        norm_of_kind(m, x, weight, y, m->kind);
 }
 
-/* Turns a head by the angles of its position; sin is negative in the first half. */
-INLINE void turn(number *head, const number *cos, const number *sin, int64_t size) {
-    const int64_t half = size / 2;
-    for (int64_t i = 0; i < half; i += WIDE) {
-        const vec one = load(head + i), two = load(head + half + i);
-        const vec first = rounded(one * load(cos + i)), second = rounded(two * load(cos + half + i));
-        store(head + i, first + rounded(two * load(sin + i)));
-        store(head + half + i, second + rounded(one * load(sin + half + i)));
+/* Llama's. */
+static void norm(const number *x, const number *weight, int64_t size, float epsilon, number *y) {
+    norm_head(&(Norm){.weight = weight, .size = size, .kind = NORMS | ROUNDS, .epsilon = epsilon}, x, 0, y);
+}
+
+/* The norms of n vectors. */
+void norms(const Norm *m, const number *x, int64_t n, number *y) {
+    for (int64_t c = 0; c < n; c++) norm_head(m, x + c * m->size, 0, y + c * m->size);
+}
+
+/* Turns a head by the angles of its position. sin is negative in the first half, or first in each pair. */
+INLINE void turn(const Layer *l, number *head, const number *cos, const number *sin) {
+    const int64_t turned = l->turned, half = turned / 2, end = (turned + WIDE - 1) / WIDE * WIDE;
+    number beside[WIDEST] = {0}; /* where numbers do not turn, cos is 1 and sin 0 */
+    if (l->turning & PAIRS) {
+        for (int64_t i = 0; i < turned; i += 2) beside[i] = head[i + 1], beside[i + 1] = head[i];
+    } else {
+        memcpy(beside, head + half, half * sizeof(number));
+        memcpy(beside + half, head, half * sizeof(number));
+    }
+    for (int64_t i = 0; i < end; i += WIDE) {
+        const vec one = load(head + i), two = load(beside + i);
+        if (l->turning & IN_FLOATS)
+            store(head + i, one * wide((const float *)cos + i) + two * wide((const float *)sin + i));
+        else
+            store(head + i, rounded(one * load(cos + i)) + rounded(two * load(sin + i)));
     }
 }
 
@@ -1024,8 +1125,9 @@ INLINE void store_weight(weight *to, vec value) {
 /* The softmax of a query with the keys of these slots, times its divisor, rounded, over the first part of weights [count, rounded
    up to sixteen]. Returns one over the divisor. */
 INLINE float attention_weights(
-    const number *query, const number *keys, const int64_t *slots, int64_t count, int64_t size, float scaling, float *weights) {
+    const Layer *l, const number *query, const number *keys, const int64_t *slots, int64_t count, float *weights) {
     static const int32_t in_turn[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int64_t size = l->head_size;
     ints lanes;
     memcpy(&lanes, in_turn, sizeof lanes);
     vec most = all(-INFINITY);
@@ -1035,7 +1137,7 @@ INLINE float attention_weights(
             const int64_t at = j + i < count ? j + i : count - 1;
             dots[i] = dot(query, keys + (slots ? slots[at] : at) * size, size);
         }
-        const vec scores = sums_of(dots) * all(scaling);
+        const vec scores = scored(l, sums_of(dots));
         most = greater(most, scores);
         memcpy(weights + j, &scores, sizeof scores);
     }
@@ -1118,8 +1220,7 @@ static void attend(
         const int heads = group - h < 4 ? (int)(group - h) : 4;
         float shares[4];
         for (int i = 0; i < heads; i++)
-            shares[i] = attention_weights(
-                queries + (h + i) * size, keys, slots, count, size, l->scaling, weights + i * stride);
+            shares[i] = attention_weights(l, queries + (h + i) * size, keys, slots, count, weights + i * stride);
         const weight *own = (const weight *)weights;
         const int64_t apart = stride * (int64_t)(sizeof(float) / sizeof(weight));
         for (int64_t at = 0; at < size;) {
@@ -1162,19 +1263,53 @@ static int64_t without_slot(const Pass *s, int64_t capacity) {
     return 0;
 }
 
+/* Norms a column's queries and keys, each head by itself or all at once. */
+static void norm_heads(const Layer *l, number *heads) {
+    for (int of_keys = 0; of_keys < 2; of_keys++) {
+        const Norm *m = of_keys ? &l->key_norm : &l->query_norm;
+        const int64_t count = of_keys ? l->key_heads : l->query_heads;
+        if (m->kind)
+            for (int64_t h = 0; h * m->size < count * l->head_size; h++) norm_head(m, heads + h * m->size, h, heads + h * m->size);
+        heads += count * l->head_size;
+    }
+}
+
 /* Norms and turns a column's queries and keys, and writes its keys and values to its slot, [rows, key heads, capacity, size]. */
 static void finish_heads(const Layer *l, const Pass *s, int64_t c, number *heads, number *keys, number *values, int64_t capacity) {
-    const int64_t size = l->head_size, at = (s->angles == 1 ? c % s->width : c) * size, turned = l->query_heads + l->key_heads;
-    for (int64_t h = 0; h < turned; h++) {
-        const int asks = h < l->query_heads;
-        const number *weight = asks ? l->query_norm : l->key_norm;
-        if (weight) norm(heads + h * size, weight, size, asks ? l->query_epsilon : l->key_epsilon, heads + h * size);
-        turn(heads + h * size, s->cos + at, s->sin + at, size);
-    }
+    const int64_t size = l->head_size, turned = l->query_heads + l->key_heads;
+    const int64_t at = (s->angles == 1 ? c % s->width : c) * size * (l->turning & IN_FLOATS ? sizeof(float) / sizeof(number) : 1);
+    if (!l->norms_turned) norm_heads(l, heads);
+    for (int64_t h = 0; l->turned && h < turned; h++) turn(l, heads + h * size, s->cos + at, s->sin + at);
+    if (l->norms_turned) norm_heads(l, heads);
     for (int64_t h = 0; h < l->key_heads; h++) {
         const int64_t to = ((c / s->width * l->key_heads + h) * capacity + s->places[c]) * size;
         memcpy(keys + to, heads + (l->query_heads + h) * size, size * sizeof(number));
         memcpy(values + to, heads + (turned + h) * size, size * sizeof(number));
+    }
+}
+
+/* What a product reads: x [n, size], normed into `normed` if there is a norm. Fills `scratch`. Within a parallel region. */
+static const number *read_normed(const Norm *m, const Product *p, const number *x, int64_t n, number *normed, float *scratch) {
+    const number *given = m->kind ? normed : x;
+    const int64_t groups = p->inputs / GROUP;
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < n; c++) {
+        if (m->kind) norm_head(m, x + c * p->inputs, 0, normed + c * p->inputs);
+        groups_of(p, given, c * groups, (c + 1) * groups, scratch);
+    }
+    return given;
+}
+
+/* y [n, size] = residual plus the product, which may be normed before. Otherwise as `product`. */
+static void add_product(
+    const Product *p, const Norm *after, const number *x, int64_t n, const number *residual, number *y, float *scratch, float *own) {
+    product(p, x, n, after->kind ? NULL : residual, y, scratch, own);
+    if (!after->kind) return;
+#pragma omp for schedule(static)
+    for (int64_t c = 0; c < n; c++) {
+        number *to = y + c * after->size;
+        norm_head(after, to, 0, to);
+        for (int64_t i = 0; i < after->size; i += WIDE) store(to + i, load(residual + c * after->size + i) + load(to + i));
     }
 }
 
@@ -1189,50 +1324,46 @@ static void layer(
     number *middle = seen + n * l->output.inputs, *again = middle + n * l->hidden;
     number *wide = again + n * l->hidden, *narrow = wide + n * 2 * l->inner;
     hidden += from * l->hidden;
-    const int64_t groups = l->hidden / GROUP;
-    if (!beside) {
-#pragma omp for schedule(static)
-        for (int64_t c = 0; c < n; c++) {
-            norm(hidden + c * l->hidden, l->before_attention, l->hidden, l->attention_epsilon, normed + c * l->hidden);
-            groups_of(&l->heads, normed, c * groups, (c + 1) * groups, s->scratch);
-        }
-    }
-    product(&l->heads, beside ? beside + from * l->heads.inputs : normed, n, NULL, heads, s->scratch, beside ? own : NULL);
+    const number *read = beside ? beside + from * l->heads.inputs : NULL;
+    if (!beside) read = read_normed(&l->before_attention, &l->heads, hidden, n, normed, s->scratch);
+    product(&l->heads, read, n, NULL, heads, s->scratch, beside ? own : NULL);
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
     if (!out) return;
+    out += from * l->hidden;
     attend_all(l, s, heads, keys, values, capacity, seen, from, n);
-    product(&l->output, seen, n, hidden, middle, s->scratch, own);
-#pragma omp for schedule(static)
-    for (int64_t c = 0; c < n; c++) {
-        norm(middle + c * l->hidden, l->before_mlp, l->hidden, l->mlp_epsilon, again + c * l->hidden);
-        groups_of(&l->gate_up, again, c * groups, (c + 1) * groups, s->scratch);
-    }
-    product(&l->gate_up, again, n, NULL, wide, s->scratch, NULL);
+    if (!l->down.outputs) middle = out;
+    add_product(&l->output, &l->after_attention, seen, n, hidden, middle, s->scratch, own);
+    if (!l->down.outputs) return;
+    read = read_normed(&l->before_mlp, &l->gate_up, l->beside ? read : middle, n, again, s->scratch);
+    product(&l->gate_up, read, n, NULL, wide, s->scratch, NULL);
 #pragma omp for schedule(static)
     for (int64_t g = 0; g < n * l->inner / GROUP; g++) {
         const int64_t c = GROUP * g / l->inner, at = GROUP * g % l->inner;
-        const number *gate = wide + c * 2 * l->inner + at;
-        UNROLLED for (int i = 0; i < GROUP; i += WIDE)
-            store(narrow + g * GROUP + i, rounded(silu(load(gate + i))) * load(gate + l->inner + i));
+        const number *gate = wide + c * l->gate_up.outputs + at;
+        UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
+            vec made = activated(load(gate + i), l->activation);
+            if (l->is_gated) made = rounded(made) * load(gate + l->inner + i);
+            store(narrow + g * GROUP + i, made);
+        }
         groups_of(&l->down, narrow, g, g + 1, s->scratch);
     }
-    product(&l->down, narrow, n, middle, out + from * l->hidden, s->scratch, NULL);
+    add_product(&l->down, &l->after_mlp, narrow, n, middle, out, s->scratch, NULL);
 }
 
 /* What follows the layers of a model: a norm, and a product from which logits result. */
 typedef struct {
     Product output;
-    const number *weight; /* of the norm */
-    float epsilon;
+    Norm norm;
 } End;
 
-/* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. slots: each layer's
-   keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed.
+/* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. passes: the same one
+   for each layer, which differ in angles and in the slots that columns see. slots: each layer's keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed.
    end: NULL if there are no logits [columns, outputs]. Returns what `without_slot` does, and computes nothing unless that is 0. */
 int64_t layers(
-    const Layer *const *each, int64_t count, const Pass *s, const number *hidden, const number *beside, number *const *slots,
-    int64_t capacity, number *out, const End *end, number *logits) {
+    const Layer *const *each, int64_t count, const Pass *const *passes, const number *hidden, const number *beside,
+    number *const *slots, int64_t capacity, number *out, const End *end, number *logits) {
+    const Pass *s = passes[0];
     const int64_t columns = s->rows * s->width, size = each[0]->hidden, wrong = without_slot(s, capacity);
     if (wrong) return wrong;
 #pragma omp parallel num_threads(s->threads)
@@ -1242,19 +1373,15 @@ int64_t layers(
             for (int64_t from = 0; from < columns; from += s->at_once) {
                 const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
                 layer(
-                    each[i], s, i ? to - columns * size : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1], capacity, to,
-                    from, n);
+                    each[i], passes[i], i ? to - columns * size : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1],
+                    capacity, to, from, n);
             }
         }
         for (int64_t from = 0; end && from < columns; from += s->at_once) {
             const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
-            const number *last = out + (count - 1) * columns * size;
-#pragma omp for schedule(static)
-            for (int64_t c = 0; c < n; c++) {
-                norm(last + (from + c) * size, end->weight, size, end->epsilon, s->buffer + c * size);
-                groups_of(&end->output, s->buffer, c * size / GROUP, (c + 1) * size / GROUP, s->scratch);
-            }
-            product(&end->output, s->buffer, n, NULL, logits + from * end->output.outputs, s->scratch, NULL);
+            const number *last = out + (count - 1) * columns * size + from * size;
+            last = read_normed(&end->norm, &end->output, last, n, s->buffer, s->scratch);
+            product(&end->output, last, n, NULL, logits + from * end->output.outputs, s->scratch, NULL);
         }
     }
     return 0;
@@ -1365,12 +1492,14 @@ void hash_parts(const char *bytes, int64_t size, int64_t part, uint64_t *found, 
 #define AT(type, field) offsetof(type, field)
 const int64_t layout[] = {
     sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, rows), AT(Product, outputs), AT(Product, inputs),
-    AT(Product, bits), AT(Product, input_bits),
+    AT(Product, bits), AT(Product, input_bits), AT(Product, multiplier),
+    sizeof(Norm), AT(Norm, weight), AT(Norm, bias), AT(Norm, size), AT(Norm, apart), AT(Norm, kind), AT(Norm, epsilon),
     sizeof(Layer), AT(Layer, heads), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, before_attention),
-    AT(Layer, before_mlp), AT(Layer, query_norm), AT(Layer, key_norm), AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads),
-    AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, attention_epsilon), AT(Layer, mlp_epsilon), AT(Layer, query_epsilon),
-    AT(Layer, key_epsilon), AT(Layer, scaling),
-    sizeof(End), AT(End, output), AT(End, weight), AT(End, epsilon),
+    AT(Layer, after_attention), AT(Layer, before_mlp), AT(Layer, after_mlp), AT(Layer, query_norm), AT(Layer, key_norm),
+    AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads), AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, turned),
+    AT(Layer, turning), AT(Layer, norms_turned), AT(Layer, is_eager), AT(Layer, beside), AT(Layer, activation), AT(Layer, is_gated),
+    AT(Layer, scaling), AT(Layer, cap),
+    sizeof(End), AT(End, output), AT(End, norm),
     sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles), AT(Pass, places), AT(Pass, first),
     AT(Pass, slots), AT(Pass, starts), AT(Pass, threads), AT(Pass, at_once), AT(Pass, buffer), AT(Pass, scratch), AT(Pass, of_thread),
     sizeof(Head), AT(Head, layer), AT(Head, output), AT(Head, embeddings), AT(Head, token_norm), AT(Head, state_norm),

@@ -1,4 +1,4 @@
-"""Products and layers in C for models in bfloat16 and float32: a wheel's, or compiled once by the system's C compiler.
+"""Products, norms and layers in C for models in bfloat16 and float32: a wheel's, or compiled once by the system's C compiler.
 
 torch's own products with 8 or 4 bits take twice as long for five columns as for one. These take little longer, and a column's
 bits do not depend on the other columns. Knows tensors and the compiler; `products` and `fused` decide where they are used.
@@ -22,8 +22,9 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 
 from ..core import acceptance
 from . import variants
-from .structs import OF_NATIVE, End, Layer, Pass, Product, pointer, pointers, require, require_layout
+from .structs import OF_NATIVE, End, Layer, Norm, Pass, Product, pointer, pointers, require, require_layout
 
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
@@ -148,7 +149,7 @@ def declared(library: Any) -> Any:
     library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
     library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
     library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
-    library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_float, c_void_p]
+    library.norms.argtypes = [c_void_p, c_void_p, c_int64, c_void_p]
     library.step_of_head.argtypes = [*[c_void_p] * 6, c_int64, *[c_void_p] * 2]
     library.logits_of_head.argtypes = [*[c_void_p] * 2, c_int64, *[c_void_p] * 3, ctypes.c_int]
     library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
@@ -447,7 +448,7 @@ class NativeProduct:
             *(pointer(p, torch.float32, self.outputs) for p in full),
             pointer(rows, torch.int64, self.outputs),
         )
-        self.struct = Product(*addresses, self.outputs, inputs, bits, input_bits)
+        self.struct = Product(*addresses, self.outputs, inputs, bits, input_bits, 1.0)
 
     def __call__(self, columns: torch.Tensor) -> torch.Tensor:
         """[n, inputs] -> [n, outputs], in its dtype."""
@@ -460,49 +461,97 @@ class NativeProduct:
         return made
 
 
-def norm(hidden: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of vectors of bfloat16 or float32, [..., D]. weight: [D], of the same dtype, where D is a multiple of 16."""
-    hidden, weight, dtype, size = hidden.contiguous(), weight.contiguous(), hidden.dtype, len(weight)
-    made, given = torch.empty_like(hidden), (pointer(hidden, dtype, 0), pointer(weight, dtype, size))
-    loaded(dtype)[0].norms(*given, hidden.numel() // size, size, epsilon, made.data_ptr())
-    return made
+class NativeNorm:
+    """A norm of bfloat16 or float32.
+
+    Args:
+        norm: gives weight and bias, of that dtype or None, their size, a multiple of 16, and epsilon.
+        flags: of `norms.NormKind`.
+    """
+
+    def __init__(self, norm: Any, flags: int, dtype: torch.dtype):
+        held = [None if part is None else part.detach().contiguous() for part in (norm.weight, norm.bias)]
+        self.dtype, self.held, self.library, self.size = dtype, held, loaded(dtype)[0], norm.size
+        weight, _ = held
+        apart = norm.size if weight is not None and weight.dim() > 1 else 0
+        lengths = 0 if weight is None else weight.numel(), norm.size
+        addresses = (pointer(part, dtype, length) for part, length in zip(held, lengths, strict=True))
+        self.struct = Norm(*addresses, norm.size, apart, flags, norm.epsilon)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]."""
+        hidden, made = hidden.contiguous(), torch.empty_like(hidden, memory_format=torch.contiguous_format)
+        count = hidden.numel() // self.size
+        given = pointer(hidden, self.dtype, count * self.size), count, made.data_ptr()
+        self.library.norms(ctypes.addressof(self.struct), *given)
+        return made
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer computes beside products and norms, as native.c has it.
+
+    Attributes:
+        key_heads, head_size, scaling: of its attention.
+        turned: numbers of a head that turn, 0 for none, `turning` says how: 1 by halves, 2 by pairs; and 4 if they are rounded
+            at the end alone.
+        norms_turned: queries and keys are normed after they have turned.
+        is_eager: scores are rounded as transformers' eager attention rounds them.
+        cap: the soft cap of scores, 0 for none.
+        beside: the MLP reads what attention reads.
+        activation: the index in `ACTIVATIONS`. is_gated: it is multiplied by half of the first product's outputs.
+        multiplier: of what is added to the residual stream.
+        kind: of its masks and angles, None where all layers of a model share them.
+    """
+
+    key_heads: int
+    head_size: int
+    scaling: float
+    turned: int = 0
+    turning: int = 0
+    norms_turned: bool = False
+    is_eager: bool = False
+    cap: float = 0.0
+    beside: bool = False
+    activation: int = 0
+    is_gated: bool = True
+    multiplier: float = 1.0
+    kind: str | None = None
+
+
+ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
 
 
 class NativeLayer:
-    """A layer of the Llama family, of products and the model's own weights of norms, all of one dtype.
+    """A layer of products and norms, all of one dtype.
 
     Args:
-        products: of queries, keys and values together; of the attention's output; of gate and up together; of down.
-        norms: weights of the norms before attention and MLP, [hidden], and of queries and keys, [head size] or None.
-        epsilons: of these norms; any for None.
-        key_heads, head_size, scaling: of the layer.
+        products: of queries, keys and values together; of the attention's output; of gate and up together; of down. Without the
+            last two, the layer ends after attention.
+        norms: before and after attention, before and after the MLP, of queries and of keys; None for no norm.
+        shape: what else it computes.
     """
 
-    def __init__(
-        self,
-        products: Sequence[NativeProduct],
-        norms: Sequence[torch.Tensor | None],
-        epsilons: Sequence[float],
-        key_heads: int,
-        head_size: int,
-        scaling: float,
-    ):
-        heads, output, _, down = self.products = products
-        self.norms = [None if norm is None else norm.detach().contiguous() for norm in norms]
+    def __init__(self, products: Sequence[NativeProduct], norms: Sequence[NativeNorm | None], shape: Shape):
+        heads, output, *mlp = self.products = products
+        self.norms, self.kind, self.is_whole = norms, shape.kind, len(mlp) > 0
         self.dtype, self.library = heads.dtype, heads.library
         limited = self.dtype == torch.float32 or any(product.most < MOST for product in products)
         self.most = min(product.most for product in products) if limited else sys.maxsize
         """The most columns of a prompt for which this is the fastest layer."""
-        hidden, inner = output.outputs, down.inputs
+        hidden, inner = output.outputs, mlp[1].inputs if mlp else 0
         # of the buffer for a column, and the widest input
         self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
+        structs = [product.struct for product in products] + [Product()] * (4 - len(products))
         self.struct = Layer(
-            *(product.struct for product in products),
-            *map(pointer, self.norms, [self.dtype] * 4, [hidden] * 2 + [head_size] * 2),
-            *(hidden, inner, output.inputs // head_size, key_heads, head_size),
-            *epsilons,
-            scaling,
+            *structs,
+            *(Norm() if norm is None else norm.struct for norm in norms),
+            *(hidden, inner, output.inputs // shape.head_size, shape.key_heads, shape.head_size),
+            *(shape.turned, shape.turning, shape.norms_turned, shape.is_eager, shape.beside),
+            *(shape.activation, shape.is_gated, shape.scaling, shape.cap),
         )
+        for product in (self.struct.output, self.struct.down):
+            product.multiplier = shape.multiplier
 
     def __call__(
         self,
@@ -516,7 +565,7 @@ class NativeLayer:
         columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
         norm of `hidden`."""
         made = torch.empty_like(hidden)
-        NativeLayers([self]).run(hidden, [keys, values], around, beside, made)
+        NativeLayers([self]).run(hidden, [keys, values], {self.kind: around}, beside, made)
         return made
 
 
@@ -525,47 +574,45 @@ class NativeLayers:
 
     Args:
         layers: the layers.
-        norm, epsilon, output: of a whole model, the weight of the norm after them, [hidden], its epsilon, and the product for
-            the logits.
+        norm, output: of a whole model, the norm after them, and the product for the logits.
     """
 
     def __init__(
         self,
         layers: Sequence[NativeLayer],
-        norm: torch.Tensor | None = None,
-        epsilon: float = 0.0,
+        norm: NativeNorm | None = None,
         output: NativeProduct | None = None,
     ):
-        self.layers, self.output = layers, output
-        self.norm = None if norm is None else norm.detach().contiguous()
-        of_norm = pointer(self.norm, layers[0].dtype, layers[0].struct.hidden)
-        self.end = None if output is None else End(output.struct, of_norm, epsilon)
+        self.layers, self.output, self.norm = layers, output, norm
+        self.end = None if output is None or norm is None else End(output.struct, norm.struct)
         self.addresses = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
 
     def run(
         self,
         hidden: torch.Tensor,
         slots: Sequence[torch.Tensor],
-        around: NativePass,
+        around: Mapping[str | None, NativePass],
         beside: torch.Tensor | None = None,
         made: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
     ) -> None:
-        """slots: keys and values of each. beside: of the first one. made: gets the outputs, [layers, R, n, hidden]; None, for a
-        single layer, if only its keys and values are needed. logits: gets those of a whole model, [R, n, outputs]."""
+        """slots: keys and values of each. around: the same pass for each kind of layer. beside: of the first one. made: gets
+        the outputs, [layers, R, n, hidden]; None, for a single layer, if only its keys and values are needed. logits: gets
+        those of a whole model, [R, n, outputs]."""
         first, each, dtype = self.layers[0], self.addresses, self.layers[0].dtype
-        columns, size, capacity = around.columns, first.struct.hidden, slots[0].shape[2]
-        of_slots = around.rows * first.struct.key_heads * capacity * first.struct.head_size
+        own = around[first.kind]
+        columns, size, capacity = own.columns, first.struct.hidden, slots[0].shape[2]
+        of_slots = own.rows * first.struct.key_heads * capacity * first.struct.head_size
         places = pointers(slots, dtype, [of_slots] * len(slots))
         read = pointer(beside, dtype, columns * first.products[0].inputs)
         given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), capacity
         end = None if logits is None or self.end is None else ctypes.addressof(self.end)
         found = pointer(made, dtype, len(each) * columns * size)
         last = None if self.output is None else pointer(logits, dtype, columns * self.output.outputs)
+        addresses = {kind: part.buffer(first, capacity) for kind, part in around.items()}
+        passes = (c_void_p * len(each))(*(addresses[layer.kind] for layer in self.layers))
         require(
-            first.library.layers(
-                ctypes.addressof(each), len(each), around.buffer(first, capacity), *given, found, end, last
-            )
+            first.library.layers(ctypes.addressof(each), len(each), ctypes.addressof(passes), *given, found, end, last)
         )
 
 
@@ -603,6 +650,7 @@ class NativePass:
         seen: [R or 1, n, any] bool, which slots from `first` on each column sees; None for all up to its own.
         rows: R.
         first, end: the slots that columns may see.
+        dtype: of the layers; None for that of the angles, which may be float32 for layers that turn in float32.
     """
 
     def __init__(
@@ -614,13 +662,14 @@ class NativePass:
         rows: int,
         first: int,
         end: int,
+        dtype: torch.dtype | None = None,
     ):
         width = places.shape[1]
         lists: list[torch.Tensor] = []
         self.rows, self.columns, self.end = rows, rows * width, end
         if seen is not None:
             self.end = first + seen.shape[-1]
-            lists = _lists(seen.expand(rows, -1, -1), cos.dtype)
+            lists = _lists(seen.expand(rows, -1, -1), dtype or cos.dtype)
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
         self.most = end - first + 2 * TILE + 1  # a query's weights, rounded up, from the start of a line on

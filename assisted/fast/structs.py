@@ -90,8 +90,8 @@ def _declared(files: Sequence[str], names: str, here: str = "") -> tuple[type[ct
     return tuple(found[name] for name in own)
 
 
-OF_NATIVE = _declared(("native.c", "heads.h"), "Product Layer End Pass Head Tree")
-Product, Layer, End, Pass, Head, Tree = OF_NATIVE
+OF_NATIVE = _declared(("native.c", "heads.h"), "Product Norm Layer End Pass Head Tree")
+Product, Norm, Layer, End, Pass, Head, Tree = OF_NATIVE
 OF_DELTA = _declared(
     ("delta.c",), "Shape Columns Product Layer Pass Head", "Shape Columns Floats HybridLayer HybridPass MtpHead"
 )

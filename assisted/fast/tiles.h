@@ -250,7 +250,7 @@ typedef struct {
     int64_t count, shared;       /* the most slots; up to where all columns see the first ones */
 } Queries;
 
-enum { KEYS = 32, WIDEST = 256 }; /* slots of a step; the largest head size */
+enum { KEYS = 32 }; /* slots of a step */
 
 /* Whether slots [j, end) of a list, which ascends, lie one after the other. */
 INLINE int lie_together(const int64_t *slots, int64_t j, int64_t end) { return !slots || slots[end - 1] - slots[j] == end - 1 - j; }
@@ -326,15 +326,16 @@ INLINE void transpose(const int32_t *from, int32_t *to) {
 
 /* The softmax of scores times its divisor, in bfloat16, in their place: [16 lanes][32 slots] for each `KEYS` slots. Returns one over
    the divisors. */
-INLINE __m512 weights_in_tiles(const Queries *q, float *scores, float scaling) {
+INLINE __m512 weights_in_tiles(const Layer *l, const Queries *q, float *scores) {
     const int64_t count = q->count;
     const __m512i counts = _mm512_loadu_si512(q->counts);
-    const __m512 scale = _mm512_set1_ps(scaling);
     const int32_t least = _mm512_reduce_min_epi32(counts);
     __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j++) {
         const __mmask16 seen = j < least ? 0xffff : _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int32_t)j));
-        most = _mm512_mask_max_ps(most, seen, most, _mm512_mul_ps(_mm512_load_ps(scores + j * TILE), scale));
+        const __m512 own = (__m512)scored(l, (vec)_mm512_load_ps(scores + j * TILE));
+        _mm512_store_ps(scores + j * TILE, own);
+        most = _mm512_mask_max_ps(most, seen, most, own);
     }
     static const int16_t in_pairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
@@ -346,7 +347,7 @@ INLINE __m512 weights_in_tiles(const Queries *q, float *scores, float scaling) {
             UNROLLED for (int k = 0; k < 2; k++) {
                 const int64_t at = j + i + k;
                 const __mmask16 seen = at < least ? 0xffff : _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int32_t)at));
-                const __m512 own = _mm512_mul_ps(_mm512_load_ps(scores + at * TILE), scale);
+                const __m512 own = _mm512_load_ps(scores + at * TILE);
                 found[k] = _mm512_maskz_mov_ps(seen, (__m512)exponential((vec)_mm512_sub_ps(own, most)));
             }
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(found[1], found[0]);
@@ -414,7 +415,8 @@ INLINE void mean_in_tiles(
 
 /* Attention of queries. scratch: 16 numbers for each slot, rounded up to `KEYS`. */
 static void attend_in_tiles(
-    const Queries *q, const bf16 *keys, const bf16 *values, int64_t size, float scaling, float *scratch) {
+    const Layer *l, const Queries *q, const bf16 *keys, const bf16 *values, float *scratch) {
+    const int64_t size = l->head_size;
     _Alignas(LINE) int32_t queries[WIDEST / 2 * TILE];
     _Alignas(LINE) bf16 copied[KEYS * WIDEST];
     _Alignas(LINE) float shares[TILE];
@@ -423,7 +425,7 @@ static void attend_in_tiles(
         for (int64_t i = 0; i < size / 2; i++) memcpy(queries + i * TILE + lane, q->queries[lane] + 2 * i, sizeof(int32_t));
     __asm__ volatile("" ::: "memory");
     score(q, (const bf16 *)queries, keys, size, scratch, copied);
-    _mm512_store_ps(shares, weights_in_tiles(q, scratch, scaling));
+    _mm512_store_ps(shares, weights_in_tiles(l, q, scratch));
     for (int64_t at = 0; at < size; at += 64)
         mean_in_tiles(q, scratch, shares, values, size, at, size - at < 64 ? 1 : 2, copied);
 }
@@ -479,7 +481,7 @@ static void attend_all(
                     q.slots[q.lanes] = s->slots ? s->slots + s->starts[c] : NULL;
                     q.counts[q.lanes++] = (int32_t)seen_by(s, c);
                 }
-            attend_in_tiles(&q, keys + of, values + of, size, l->scaling, own);
+            attend_in_tiles(l, &q, keys + of, values + of, own);
         }
     }
     _tile_release();

@@ -27,11 +27,11 @@ _TOGETHER: weakref.WeakKeyDictionary[nn.Module, _Together] = weakref.WeakKeyDict
 def layers_at_once(
     layers: Iterable[nn.Module],
     hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: Any,
+    position_embeddings: Any,
     **given: Any,
 ) -> torch.Tensor:
-    """`one_by_one` of layers in C in one call, of the Llama family or of a hybrid in float32, where they can run this pass.
+    """`one_by_one` of layers in C in one call, of a known form or of a hybrid in float32, where they can run this pass.
     Taps keep their layer's output."""
     known: _Together = _together(layers)
     cache: Any = given[CACHE]
@@ -45,7 +45,8 @@ def layers_at_once(
         return one_by_one(layers, hidden_states, **given)
     around = known.around(hidden_states, attention_mask, position_embeddings, cache)
     if known.natives is None:
-        made, read = delta.run([own.floats for own in known.each], hidden_states, stores, around, cache.columns)
+        floats = [own.floats for own in known.each]
+        made, read = delta.run(floats, hidden_states, stores, around.get(None), cache.columns)
         cache.note_together(read)
     else:
         made = hidden_states.new_empty(len(known.each), *hidden_states.shape)
@@ -54,7 +55,7 @@ def layers_at_once(
 
 
 def model_at_once(
-    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any
+    prepared: PreparedModule, hidden: torch.Tensor, positions: torch.Tensor, mask: Any, cache: Any
 ) -> torch.Tensor:
     """`through_all` of a whole model in C in one call, where it can run this pass."""
     module = prepared.module
@@ -69,7 +70,7 @@ def model_at_once(
     logits = hidden.new_empty(*hidden.shape[:-1], whole.output.outputs)
     whole.run(hidden.contiguous(), stores, around, made=made, logits=logits)
     known.kept(made)
-    return logits[..., : known.vocabulary]
+    return prepared.finished(logits[..., : known.vocabulary])
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class _Together:
     attend: Sequence[bool]  # which of them have attention
     taps: Sequence[tuple[int, Tap]]  # by index
     dtype: torch.dtype | None = None  # that they compute in; None if they cannot
-    natives: native.NativeLayers | None = None  # the layers of the Llama family in C; None of others
+    natives: native.NativeLayers | None = None  # the layers in C; None of a hybrid's
     vocabulary: int = 0  # of a whole model in C
 
     @staticmethod
@@ -89,7 +90,7 @@ class _Together:
         taps = [(index, layer) for index, layer in enumerate(layers) if type(layer) is Tap]
         each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
         attend = [type(own) is FusedLayer for own in each]
-        natives = [own.native for own in each if type(own) is FusedLayer and own.native is not None]
+        natives = [own.native for own in each if type(own) is FusedLayer and own.native and own.native.is_whole]
         if all(type(own) in (FusedLayer, DeltaLayer) and own.floats is not None for own in each):
             return _Together(each, attend, taps, torch.float32)
         if len(natives) < len(each) or len({(own.sizes, own.dtype) for own in natives}) > 1:
@@ -99,9 +100,9 @@ class _Together:
         parts = () if model is None else (model.base_model.norm, model.lm_head)
         norm, head = (part.run for part in parts) if {*map(type, parts)} == {Called} else (None, None)
         if type(norm) is Norm and isinstance(head, Product) and (output := head.native) is not None:
-            dtypes = {norm.weight.dtype, output.dtype, natives[0].dtype}
-            if len(dtypes) == 1 and output.inputs == len(norm.weight):
-                return made(native.NativeLayers(natives, norm.weight, norm.epsilon, output), head.outputs)
+            end = norm.in_c(natives[0].dtype)
+            if end is not None and output.dtype == end.dtype and output.inputs == norm.size:
+                return made(native.NativeLayers(natives, end, output), head.outputs)
         return made(native.NativeLayers(natives))
 
     def stores(self, cache: Any) -> list[torch.Tensor] | None:
@@ -118,16 +119,18 @@ class _Together:
             found += part
         return found
 
-    def around(
-        self, hidden: torch.Tensor, mask: torch.Tensor | None, angles: tuple[torch.Tensor, torch.Tensor], cache: Any
-    ) -> Any:
-        """What their attention shares in a pass; None if none has any."""
-        if True not in self.attend:
-            return None
-        own, columns = self.each[self.attend.index(True)], getattr(cache, "columns", None)
+    def around(self, hidden: torch.Tensor, mask: Any, angles: Any, cache: Any) -> dict[str | None, native.NativePass]:
+        """What the layers of each kind with attention share in a pass."""
+        columns, found = getattr(cache, "columns", None), {}
         if columns is not None and columns.parents is None and cache.visible is None:
             mask = None  # each column sees all slots up to its own
-        return own.shared.around(hidden, mask, angles, cache, own.index)
+        for own, attends in zip(self.each, self.attend, strict=True):
+            if attends and own.kind not in found:
+                given = [
+                    part[own.kind or "full_attention"] if isinstance(part, dict) else part for part in (mask, angles)
+                ]
+                found[own.kind] = own.shared.around(hidden, *given, cache, own.index, own.kind)
+        return found
 
     def kept(self, made: torch.Tensor) -> torch.Tensor:
         """Give taps their layers' outputs, and return the last one. made: [layers, R, n, D]."""

@@ -13,11 +13,11 @@ from ...engine.hooks import any_touched
 from ...engine.parts import with_children
 from ...engine.prepared import PreparedModule
 from ...fast import delta
-from ...fast.families import is_known
+from ...fast.families import form_of, is_known
 from ...fast.fused import fused_product
 from ...fast.head_steps import NO_TABLE, HeadSteps, embeddings_in_c
 from ...fast.layers import fused_layer
-from ...fast.norms import Called, norm_of
+from ...fast.norms import Called
 from ...fast.products import PackedLinear, may_copy
 from ...fast.shared import Angles, Shared
 from ..eagle.fused import fused_head
@@ -37,7 +37,8 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     """The same head with fewer operations and its current weights; unchanged if its family is not known."""
     if not may_copy(head.parameters()) or any_touched(head.modules()) or not is_known(head.layer):
         return PreparedModule(head)
-    angles = Angles(head.rotary_emb, head.layer_config, head.dtype)
+    form = form_of(head.layer)
+    angles = Angles(head.rotary_emb, head.layer_config, head.dtype, form)
     children: dict[tuple[str, ...], nn.Module] = {
         ("layer",): fused_layer(head.layer, Shared(angles), True, True),
         ("rotary_emb",): angles,
@@ -45,7 +46,7 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     }
     for name, norm in head.named_children():
         if name.endswith("norm") and not isinstance(norm, nn.Identity):
-            children[name,] = Called(norm_of(norm))
+            children[name,] = Called(form.norm_of(norm))
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other: Any = with_children(head, children)
@@ -80,7 +81,8 @@ class HeadInC:
 
     def __init__(self, head: MTPHead, layer: Any, angles: Angles):
         norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
-        factors = [None if isinstance(norm, nn.Identity) else norm_of(norm).factor() for norm in norms]
+        form = form_of(head.layer)
+        factors = [None if isinstance(norm, nn.Identity) else form.norm_of(norm).factor() for norm in norms]
         self.floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
         self.layer, self.angles, self.shares_output = layer, angles, head.shares_output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import build, random_ids
-from fuzz import changes, edits
-from fuzz.cases import BY_NAME, Call, Case, Crowd, Edit, Request, draw
+from fuzz import changes, drafts, edits
+from fuzz.cases import BY_NAME, Call, Case, Crowd, Edit, Request, draw, traits
 from fuzz.command import main
 from fuzz.minimise import minimised
 from fuzz.running import NEAR, Outcome, _Follow, run, same_text
@@ -58,6 +59,17 @@ def test_all_architectures_and_edits_are_drawn() -> None:
     assert drawn == {*edits.NAMES, *changes.NAMES, *changes.PREPARED.values()}
 
 
+def test_crowds_are_drawn_with_every_trait() -> None:
+    drawn = collections.Counter[str]()
+    for case in (draw(3, number, crowds=1.0) for number in range(200)):
+        for crowd in (step for step in case.steps if isinstance(step, Crowd)):
+            drawn.update(name for request in crowd.requests for name in traits(case, crowd, request))
+    for name in (*drafts.KINDS, "recurrent or hybrid target", "quantized target", "bfloat16", "edited between crowds"):
+        assert drawn[name] >= 20, name
+    for name in ("goes on after an answer", "grammar", "drawn, with a seed", "limit of 1", "prompt of pads", "pool"):
+        assert drawn[name] >= 50, name
+
+
 def test_a_sound_pair_passes() -> None:
     outcome = run(SOUND)
     assert (outcome.failures, outcome.near_ties, outcome.refused, outcome.warned) == ([], [], [], [])
@@ -69,6 +81,8 @@ def test_a_sound_crowd_passes() -> None:
     outcome = run(CROWDED)
     assert (outcome.failures, outcome.near_ties, outcome.refused, outcome.warned) == ([], [], [], [])
     assert outcome.calls == 6 and 5 * 20 + 6 <= outcome.tokens <= 5 * 20 + 10
+    assert outcome.traits["comes later"] == [40, 0] and outcome.traits["drawn, with a seed"] == [20, 0]
+    assert outcome.traits["draft models"] == [outcome.tokens, 0] and "grammar" not in outcome.traits
     assert outcome.drafted > outcome.accepted > 0
 
 
@@ -128,8 +142,9 @@ def test_a_planted_defect_is_found(plant: Any, case: Case, monkeypatch: pytest.M
     assert failures and "by the pair" in failures[0]
 
 
-def test_a_failing_crowd_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_crowd_is_counted_and_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     one_too_many(monkeypatch)
+    assert run(CROWDED).traits["draft models"][1] == 1
     (step,) = minimised(CROWDED, "tokens").steps
     assert isinstance(step, Crowd) and len(step.requests) == step.rows == 1
 

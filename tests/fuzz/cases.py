@@ -16,7 +16,7 @@ from pairs import ENDS
 
 from . import arguments, changes, drafts, edits, weights
 
-__all__ = ["BY_NAME", "CHANGED", "CROWDS", "Call", "Case", "Crowd", "Edit", "Request", "draw"]
+__all__ = ["BY_NAME", "CHANGED", "CROWDS", "Call", "Case", "Crowd", "Edit", "Request", "draw", "traits"]
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
 FUSED = ("llama", "mistral", "mistral-window", "qwen2", "qwen3")  # have layers of this package's own: more to get wrong
@@ -26,6 +26,7 @@ ROWS = (1, 2, 3, 5, 8, 12)  # more cost little, and compare more
 KNOWN = 20  # tokens of the prompts that drafts know
 CHANGED = 0.2  # of the cases put somebody's code in the target
 CROWDS = 0.1  # of the cases have rows that come and go
+WARPED = ({"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.6, "top_k": 0}, {"min_p": 0.1, "temperature": 1.5})
 ALONE = {  # arguments of `generate` that rows do not take
     *(
         "streamer",
@@ -40,6 +41,11 @@ ALONE = {  # arguments of `generate` that rows do not take
     *("criteria", "max_time", "huge", "use_cache", "cache_implementation", "config_object"),
     *("processors", "prefix_allowed", "watermarking", "guidance_scale", "negative", "encoder_repetition_penalty"),
 }
+PROCESSED = {  # arguments that make processors of a row's own
+    *("repetition_penalty", "no_repeat_ngram_size", "min_new_tokens", "min_length", "bad_words_ids", "suppress_tokens"),
+    *("begin_suppress_tokens", "sequence_bias", "forced_eos_token_id", "forced_bos_token_id"),
+    "exponential_decay_length_penalty",
+}
 HEAD = 8  # head_dim of the tiny models
 
 
@@ -53,7 +59,7 @@ class Call:
         continues: "" begins anew, "text" passes the text so far and no cache, "cache" the text and the returned cache, "edit"
             the text with a change somewhere, and the pair's session.
         pads: "left" or "right", where shorter rows are padded; "shown" leaves attention_mask out.
-        prompt: "random", "repeats" a few tokens, or "known": what the corpora and heads of drafts.py begin with.
+        prompt: "random", "repeats" a few tokens, "known": what the corpora and heads of drafts.py begin with, or "pads" alone.
         hides: the pads of rows that ended are hidden from the turns that follow.
         arguments: of `generate`; what `arguments.made` makes of them.
         narrow: the pair is given ids of 32 bits.
@@ -84,12 +90,14 @@ class Request:
     Args:
         call: of one row, as it is alone.
         shares: how many tokens of its prompt are those that all such requests begin with. A known prompt is one of several.
+        told: how many tokens the target alone has appended to the prompt, which a row may just have written.
         when: the round in which it comes. patience: after how many new tokens nobody waits for more.
         draws: the seed of its own numbers, which draw its tokens.
     """
 
     call: Call
     shares: int = 0
+    told: int = 0
     when: int = 0
     patience: int = 999
     draws: int | None = None
@@ -176,41 +184,88 @@ def draw(seed: int, number: int, changed: float = CHANGED, crowds: float = CROWD
 
 def _crowded(chance: random.Random, case: Case) -> Case:
     """The case with rows that come and go in place of its calls."""
+    if BY_NAME[case.architecture].masks == "2d":  # whose rows advance in lockstep
+        case = replace(case, architecture=chance.choice(FUSED), config={})
     steps: list[Crowd | Edit] = [_crowd(chance)]
-    for _ in range(chance.choice((0, 0, 1))):
-        steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100))] if chance.random() < 0.5 else []
+    for _ in range(chance.choice((0, 1, 2))):
+        steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100))] if chance.random() < 0.3 else []
         steps.append(_crowd(chance))
-    weights_as = case.weights_as if case.weights_as == "views" else ""  # rows do not run the others, or not in float32
-    return replace(case, bits=False, dtype="float32", weights_as=weights_as, steps=tuple(steps))
+    if chance.random() < 0.4:
+        kinds = drafts.HEADS if chance.random() < 0.6 else drafts.NAMES
+        case = replace(case, draft=chance.choices(list(kinds), list(kinds.values()))[0])
+    routed = any(name in case.architecture for name in ROUTED)
+    weights_as, dtype = "views" if chance.random() < 0.05 else "", "float32"
+    if chance.random() < 0.15 and not (
+        routed or case.draft.startswith("self:") or any(isinstance(s, Edit) for s in steps)
+    ):
+        weights_as = chance.choice((*weights.QUANTIZED, *(weights.PACKED if case.architecture in FUSED else ())))
+    if weights_as in weights.PACKED or (chance.random() < 0.06 and not routed):
+        dtype = "bfloat16"
+    return replace(case, bits=False, dtype=dtype, weights_as=weights_as, steps=tuple(steps))
 
 
 def _crowd(chance: random.Random) -> Crowd:
     requests, many = [], chance.random() < 0.4
-    for _ in range(chance.choice((2, 6, 12, 18))):
+    for _ in range(chance.choice((2, 6, 12, 18, 24))):
         call = _call(chance, 1, False)
         if many and requests:  # all have the arguments of the first one
             call = replace(call, arguments=requests[0].call.arguments)
         else:
             call = replace(call, arguments={name: value for name, value in call.arguments.items() if name not in ALONE})
+            call.arguments.update(_of_row(chance))
         if "do_sample" not in call.arguments and not many and chance.random() < 0.25:
-            warped = [
-                {"top_k": 5},
-                {"top_p": 0.7},
-                {"temperature": 0.6, "top_k": 0},
-                {"min_p": 0.1, "temperature": 1.5},
-            ]
-            call = replace(call, arguments={**call.arguments, "do_sample": True, **chance.choice(warped)})
+            call = replace(call, arguments={**call.arguments, "do_sample": True, **chance.choice(WARPED)})
+        if chance.random() < 0.04:
+            call = replace(call, prompt="pads")
         requests.append(
             Request(
                 replace(call, pads="left"),
-                0 if call.prompt == "known" else chance.choice((0, 0, 3, 11, 40)),
+                0 if call.prompt in ("known", "pads") else chance.choice((0, 0, 3, 11, 40)),
+                chance.choice((0, 0, 0, chance.randint(1, 30))),
                 chance.choice((0, 0, chance.randint(1, 40))),
-                chance.choice((999, 999, 999, chance.randint(1, 12))),
+                chance.choice((999, 999, 999, chance.randint(0, 12))),
                 chance.randrange(100) if call.arguments.get("do_sample") and not many else None,
             )
         )
     chunk = None if many else chance.choice((1, 4, 7, 256))
-    return Crowd(tuple(requests), chance.choice((1, 2, 3, 3, 4, 6)), chunk, chunk is not None and chance.random() < 0.4)
+    return Crowd(tuple(requests), chance.choice((1, 2, 3, 3, 4, 6)), chunk, chunk is not None and chance.random() < 0.6)
+
+
+def _of_row(chance: random.Random) -> dict[str, Any]:
+    """What a server's requests have more often than other calls."""
+    found: dict[str, Any] = {"grammar": chance.randrange(99)} if chance.random() < 0.12 else {}
+    return found | ({"stop_strings": arguments.STOPS} if chance.random() < 0.06 else {})
+
+
+def traits(case: Case, crowd: Crowd, request: Request) -> list[str]:
+    """What a text of a crowd tries."""
+    call = request.call
+    given, length = call.arguments, (KNOWN if call.prompt == "known" else call.lengths[0]) + request.told
+    of_draft = next((kind for kind, names in drafts.KINDS.items() if case.draft in names), "other drafts")
+    found = {
+        of_draft: True,
+        "recurrent or hybrid target": BY_NAME[case.architecture] in RECURRENT,
+        "routed experts": any(name in case.architecture for name in ROUTED),
+        "quantized target": case.weights_as not in ("", "views"),
+        "bfloat16": case.dtype == "bfloat16",
+        "edited between crowds": any(isinstance(step, Edit) for step in case.steps),
+        "generate_many": crowd.chunk is None,
+        "prompt read in parts": crowd.chunk is not None and length > crowd.chunk,
+        "pool": crowd.pool,
+        "shared beginning": bool(request.shares) or call.prompt == "known",
+        "goes on after an answer": request.told > 0,
+        "grammar": "grammar" in given,
+        "stop strings": "stop_strings" in given,
+        "drawn, with a seed": request.draws is not None,
+        "processors": bool(given.keys() & PROCESSED),
+        "limit of 1": given.get("max_new_tokens") == 1,
+        "prompt of 1 or 2 tokens": length <= 2,
+        "prompt of pads": call.prompt == "pads",
+        "comes later": request.when > 0,
+        "leaves early": request.patience < 999,
+        "one row": crowd.rows == 1,
+    }
+    return [name for name, holds in found.items() if holds]
 
 
 def _as_brought(chance: random.Random, case: Case) -> Case:

@@ -164,6 +164,7 @@ class Total:
     by_draft: dict[str, list[int]] = field(default_factory=dict)
     messages: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     effect: Effect = field(default_factory=Effect)
+    traits: dict[str, list[int]] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, outcome: Outcome) -> None:
@@ -178,6 +179,9 @@ class Total:
         self.seconds += outcome.seconds
         self.near_ties += len(outcome.near_ties)
         self.effect.merge(outcome.effect)
+        for name, (tokens, failed) in outcome.traits.items():
+            before = self.traits.get(name, [0, 0])
+            self.traits[name] = [before[0] + tokens, before[1] + failed]
         self.architectures[case.architecture] += outcome.tokens
         counts = self.by_draft.setdefault(case.draft, [0, 0, 0])
         self.by_draft[case.draft] = [
@@ -215,6 +219,10 @@ class Total:
         ]
         for name, counts in sorted(self.by_draft.items()):
             lines.append(f"{name:<20}" + "".join(f"{count:>10,}" for count in counts))
+        if self.traits:
+            lines.append(f"\n{'texts in rows that come and go':<30}{'tokens':>10}{'failed':>10}")
+            for name, (tokens, failed) in sorted(self.traits.items()):
+                lines.append(f"{name:<30}{tokens:>10,}{failed:>10,}")
         if self.effect:
             lines += [
                 "\nsomebody's code, during which the target alone wrote another text (altered):",

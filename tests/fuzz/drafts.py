@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from architectures import ARCHITECTURES, build, half_right
+from architectures import ARCHITECTURES, RECURRENT, build, half_right
 from methods import METHODS, half_heard
 from transformers import PreTrainedModel
 
 from assisted import Combined, DraftModel, Merged, NGram, Suffix
 
-__all__ = ["FROM_TEXT", "NAMES", "draft_for"]
+__all__ = ["FROM_TEXT", "HEADS", "KINDS", "NAMES", "draft_for"]
 
 _BY_NAME = {method.name: method.draft for method in METHODS}
 
@@ -21,6 +21,7 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
     "itself": 6,
     "stranger": 2,
     "llama": 2,
+    "recurrent": 2,
     "ngram": 6,
     "suffix": 8,
     "recycle": 6,
@@ -39,6 +40,25 @@ NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained
     "merged heads": 2,
 }
 FROM_TEXT = ("ngram", "suffix", "suffix tree", "recycle", "combined texts", "llama")  # any target can have these
+HEADS = {  # in crowds, where one head has many texts
+    **{name: 1 for name in ("eagle-1, chains", "eagle-3, trees", "eagle-3, window", "p-eagle", "medusa", "blockwise")},
+    **{name: 1 for name in ("mtp, chains", "mtp, trees", "assistant, chains", "assistant, trees", "dflash, chains")},
+    **{name: 1 for name in ("dspark, trees", "heads", "merged heads", "recurrent", "layer-skip", "early-exit")},
+}
+KINDS = {  # of the table of crowds
+    "EAGLE heads": ("eagle-1, chains", "eagle-3, trees", "eagle-3, window", "p-eagle"),
+    "MTP heads": ("mtp, chains", "mtp, trees"),
+    "Medusa heads": ("medusa", "blockwise"),
+    "block heads": ("dflash, chains", "dspark, trees"),
+    "assistants": ("assistant, chains", "assistant, trees"),
+    "early exit": ("early-exit", "early-exit:1"),
+    "layer-skip": ("layer-skip",),
+    "text drafts": ("ngram", "suffix", "suffix tree", "recycle", "combined texts"),
+    "recurrent drafts": ("recurrent",),
+    "quantized drafts": ("self:int8-torchao",),
+    "lists of drafts": ("combined", "pard, continued", "failing member", "heads", "merged", "merged heads"),
+    "draft models": (*("draft-model", "draft-model, window", "draft-tree", "pard", "itself", "stranger", "llama"),),
+}
 _heard = functools.lru_cache(maxsize=8)(half_heard)
 
 
@@ -78,6 +98,8 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
         return other.eval()
     if name == "llama":
         return build(ARCHITECTURES[0])
+    if name == "recurrent":
+        return _recurrent(target)
     if name == "combined":
         return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
     if name == "pard, continued":
@@ -90,6 +112,11 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
     if name == "combined texts":
         return Combined((NGram(3, 1), Suffix()))
     return name
+
+
+def _recurrent(target: PreTrainedModel) -> PreTrainedModel:
+    """A recurrent or hybrid draft model; which, its target's size decides."""
+    return build(RECURRENT[sum(p.numel() for p in target.parameters()) % len(RECURRENT)])
 
 
 def _corpus(target: PreTrainedModel) -> Any:

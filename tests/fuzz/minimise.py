@@ -69,7 +69,7 @@ def _smaller_crowd(crowd: Crowd) -> Iterator[Crowd]:
         yield replace(crowd, pool=False)
     for number, one in enumerate(requests):
         others = [replace(one, call=call) for call in _smaller_call(one.call)]
-        plain = {"shares": 0, "when": 0, "patience": 999}
+        plain = {"shares": 0, "told": 0, "when": 0, "patience": 999}
         others += [replace(one, **{name: value}) for name, value in plain.items() if getattr(one, name) != value]
         for other in others:
             yield replace(crowd, requests=(*requests[:number], other, *requests[number + 1 :]))

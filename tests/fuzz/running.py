@@ -26,13 +26,14 @@ from transformers import LogitsProcessor, PreTrainedModel, WatermarkingConfig
 
 from assisted import AssistedModelForCausalLM, SessionPool, decoding
 from assisted.distribution import Draws
+from assisted.engine.libraries import is_wrapper_subclass
 from assisted.engine.parts import takes
 from assisted.engine.session import Session
 from assisted.fast import products
 from assisted.fast.low_bit import LowBitLinear
 
 from . import arguments, changes, edits
-from .cases import BY_NAME, KNOWN, Call, Case, Crowd, Edit, Request
+from .cases import BY_NAME, KNOWN, Call, Case, Crowd, Edit, Request, traits
 from .drafts import draft_for
 from .weights import weights_as
 
@@ -52,7 +53,8 @@ class Outcome:
         tokens: compared, of all rows. calls: that were compared. drafted, accepted: of the pair's reports.
         near_ties: first differences whose two tokens lie closer than rounding. refused: messages of ValueErrors of the pair
             alone. both_raise: messages where the target alone raises, too. warned: what the pair said of going without drafts.
-        failures: what differs. effect: of somebody's code on the text of the target alone.
+        failures: what differs. effect: of somebody's code on the text of the target alone. traits: of texts of crowds, the
+            tokens compared and the failures.
     """
 
     number: int | None = None
@@ -68,6 +70,7 @@ class Outcome:
     warned: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     effect: changes.Effect = field(default_factory=changes.Effect)
+    traits: dict[str, list[int]] = field(default_factory=dict)
     minimal: Case | None = None
 
 
@@ -191,6 +194,7 @@ class _Talk:
     def begun(cls, call: Call, model: PreTrainedModel) -> _Talk:
         rows, longest = len(call.lengths), max(call.lengths)
         ids = random_ids(model, rows, KNOWN, KNOWN) if call.prompt == "known" else _tokens(rows, longest, call.seed)
+        ids = torch.zeros_like(ids) if call.prompt == "pads" else ids
         if call.prompt == "repeats":
             ids = ids[:, : min(7, longest)].repeat(1, longest)[:, :longest]
         counted = torch.arange(longest) < torch.tensor(call.lengths)[:, None]
@@ -312,8 +316,7 @@ def _compare(
         outcome.failures += [f"{_of(call)}: {where} lies outside of top_p, by the pair" for where in outside[:1]]
         return not outside
     explain = functools.partial(_scores, call, talk, alone, before, first)
-    coarse = any(isinstance(module, LowBitLinear) for module in alone.modules())  # computes in bfloat16
-    dtype = None if bits else torch.bfloat16 if coarse else alone.dtype
+    dtype = None if bits else _computed_in(alone)
     if not same_text(call, first, second, prompt, explain, outcome, dtype):
         return False
     if plain[1] != assisted[1]:
@@ -336,6 +339,11 @@ def _compare(
     return True
 
 
+def _computed_in(model: PreTrainedModel) -> torch.dtype:
+    coarse = any(isinstance(module, LowBitLinear) for module in model.modules())
+    return torch.bfloat16 if coarse else model.dtype
+
+
 def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Outcome) -> bool:
     """Run a crowd, and each of its texts on the target alone. Returns whether nothing differs."""
     asked = [_Alone.of(request, alone) for request in crowd.requests]
@@ -353,6 +361,7 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         return False
     outcome.drafted += report.drafted
     outcome.accepted += report.accepted
+    dtype = _computed_in(alone)
     for number, ours in found.items():
         one = asked[number].written(alone)
         if one.text is None:
@@ -363,9 +372,15 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         if one.request.patience + prompt <= ours.shape[1]:
             text = text[:, : ours.shape[1]]
         explain = functools.partial(_scores, one.request.call, one.talk, alone, None, one.text)
-        same = _same_draws(one, text, ours, outcome, alone.dtype) if one.margins else None
+        compared, failed = outcome.tokens, len(outcome.failures)
+        same = _same_draws(one, text, ours, outcome, dtype) if one.margins else None
         if same is None:
-            same = same_text(one.request.call, text, ours, prompt, explain, outcome, alone.dtype)
+            same = same_text(one.request.call, text, ours, prompt, explain, outcome, dtype)
+        assert outcome.case is not None
+        for name in traits(outcome.case, crowd, one.request):
+            counts = outcome.traits.setdefault(name, [0, 0])
+            counts[0] += outcome.tokens - compared
+            counts[1] += len(outcome.failures) > failed
         if not same:
             outcome.failures[-1:] = [f"text {number}: {told}" for told in outcome.failures[-1:]]
             return False
@@ -416,6 +431,9 @@ class _Alone:
         ids = _Talk.begun(replace(call, lengths=call.lengths * 8), model).ids[call.seed % 8][None].clone()
         shared = min(request.shares, ids.shape[1])
         ids[:, :shared] = _tokens(1, KNOWN * 3, 7)[:, :shared]
+        if request.told:
+            plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": request.told}
+            ids = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)
         return cls(request, _Talk(ids, torch.ones_like(ids)))
 
     def written(self, model: PreTrainedModel) -> _Alone:
@@ -575,7 +593,11 @@ def _same_details(
 def _unchanged(alone: PreTrainedModel, target: PreTrainedModel, outcome: Outcome) -> None:
     """A call changes nothing of the caller's model."""
     for (name, one), two in zip(alone.state_dict().items(), target.state_dict().values(), strict=True):
-        if isinstance(one, torch.Tensor) and not torch.equal(one, two):
+        if not isinstance(one, torch.Tensor):
+            continue
+        if is_wrapper_subclass(one):  # torchao's are not compared as they are
+            one, two = one.dequantize(), two.dequantize()
+        if not torch.equal(one, two):
             outcome.failures.append(f"the target's {name} was changed")
     for what in ("config", "generation_config"):
         if getattr(alone, what).to_dict() != getattr(target, what).to_dict():

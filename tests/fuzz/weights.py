@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import quantize_copy
 
-__all__ = ["NAMES", "PACKED", "weights_as"]
+__all__ = ["NAMES", "PACKED", "QUANTIZED", "weights_as"]
 
 
 class _Rounded(nn.Linear):
@@ -74,6 +74,10 @@ PACKED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     for bits in (8, 4)
     for given in (16, 8)
 }
+QUANTIZED: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
+    name: lambda model, name=name: quantize_copy(model, name)  # type: ignore[misc]
+    for name in ("int8-torchao", "int8-quanto")
+}
 _MADE: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     "views": _views,
     "rounded by token": lambda model: _in_layers(model, RoundedByToken),
@@ -86,4 +90,4 @@ NAMES = tuple(_MADE)
 
 def weights_as(name: str, model: PreTrainedModel) -> PreTrainedModel:
     """The model, which may be changed, with such weights; "" for its own."""
-    return _MADE[name](model) if name else model
+    return (_MADE | QUANTIZED)[name](model) if name else model

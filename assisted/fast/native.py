@@ -292,9 +292,9 @@ def is_available(dtype: torch.dtype = torch.bfloat16) -> bool:
 
 def hashes(tensor: torch.Tensor) -> torch.Tensor | None:
     """Numbers that change with every single value of a contiguous tensor on a CPU, [any] int64, at the speed of memory; None if
-    nothing in C has been loaded."""
-    library = next(iter(ready.values()), None)
-    if library is None:
+    nothing runs in C here, or for a dtype that no model in C has."""
+    library = loaded(tensor.dtype if tensor.dtype in DTYPES else torch.bfloat16)[0]
+    if library is None or not (tensor.dtype in DTYPES or tensor.itemsize == 1):
         return None
     found = torch.empty(-(-tensor.nbytes // HASHED), dtype=torch.int64)
     library.hash_parts(tensor.data_ptr(), tensor.nbytes, HASHED, found.data_ptr(), torch.get_num_threads())

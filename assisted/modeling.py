@@ -177,8 +177,8 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 and copies nothing. "compile" also compiles them, which takes up to minutes before the first tokens. All give
                 the same tokens in float32. See the page "How a forward pass is run".
             exact: None (default): drafts change text in half precision only where rounding decides. "bits": they change no bit
-                of tokens and logits, and sampled text equals the text of the same seed without drafts. For models of the Llama
-                family, on CPUs and CUDA devices.
+                of tokens and logits, and sampled text equals the text of the same seed without drafts. For models whose layers
+                are fused, on CPUs and CUDA devices.
             sessions: a `SessionPool`, in which prompts find what earlier calls have read of the same beginning. By default,
                 every call reads its whole prompt.
             **kwargs: the target's `from_pretrained` (dtype, device_map, quantization_config, Hub arguments, ...). Hub

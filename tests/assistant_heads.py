@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from architectures import Architecture, build, made_once, tiny
-from eagle_heads import learn, written
+from eagle_heads import NEW, learn, written
 from transformers import PreTrainedModel
 
 from assisted.engine.needs import Needs
@@ -79,30 +79,27 @@ def trained_assistant(
     head = random_assistant(target, seed, **options)
     ids, lengths = written(target)
     states, stores = keys_of(target, head, ids)
-    rows, width, _ = states.shape
-    with torch.no_grad():
-        embeddings = head.embed(ids, target)
-    columns = torch.arange(1, width)  # the newest token of each anchor
-    # every anchor is a row of its own, which sees what precedes it
-    slots = torch.arange(width)
+    # The newest token of each anchor, [B, A]: after the prompt, as in a call. Every anchor is a row of its own.
+    columns = (lengths - NEW - 1)[:, None] + torch.arange(NEW + 1 - unrolled)
+    before, slots, count = columns[:, :, None], torch.arange(ids.shape[1]), columns.shape[1]
     keys = {}
     for kind, (key, value) in stores.items():
         window = head.config.window(kind)
-        seen = slots < columns[:, None]
+        seen = slots < before
         if window is not None:
-            seen &= slots > columns[:, None] - window
-        flat = (one.to(head.dtype)[:, None].expand(-1, len(columns), -1, -1, -1).flatten(0, 1) for one in (key, value))
-        keys[kind] = Keys(*flat, seen.repeat(rows, 1)[:, None, None])
-    wanted = ids.masked_fill(slots >= lengths[:, None], -100)
-    positions = columns.repeat(rows)[:, None]
+            seen &= slots > before - window
+        flat = (one.to(head.dtype)[:, None].expand(-1, count, -1, -1, -1).flatten(0, 1) for one in (key, value))
+        keys[kind] = Keys(*flat, seen.flatten(0, 1)[:, None, None])
+    first = states.to(head.dtype).take_along_dim(before - 1, 1).flatten(0, 1)[:, None]
+    texts = [ids.gather(1, columns + ahead).flatten()[:, None] for ahead in range(unrolled + 1)]
+    with torch.no_grad():
+        read = [head.embed(tokens, target) for tokens in texts]
 
     def loss_of() -> torch.Tensor:
-        state, loss = states[:, :-1].to(head.dtype).flatten(0, 1)[:, None].clone(), torch.zeros(())
+        state, loss = first, torch.zeros(())
         for step in range(unrolled):
-            read = embeddings.roll(-step, 1)[:, 1:].flatten(0, 1)[:, None]
-            ended, state = head(read, state, positions, keys)
-            logits = head.logits(ended).view(rows, width - 1, -1)[:, : width - 2 - step]
-            loss = loss + torch.nn.functional.cross_entropy(logits.transpose(1, 2), wanted[:, 2 + step :])
+            ended, state = head(read[step], state, columns.flatten()[:, None], keys)
+            loss = loss + torch.nn.functional.cross_entropy(head.logits(ended)[:, 0], texts[step + 1][:, 0])
         return loss
 
     learn(target, head.parameters(), loss_of, steps, lr)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from architectures import made_once
-from eagle_heads import features_of, learn, written
+from eagle_heads import NEW, features_of, learn, written
 from transformers import PreTrainedModel
 
 from assisted.methods.dflash.config import BlockConfig
@@ -38,20 +38,18 @@ def random_block(target: PreTrainedModel, seed: int = 0, **fields: Any) -> Block
 
 
 @made_once
-def trained_block(target: PreTrainedModel, steps: int = 60, seed: int = 0, **fields: Any) -> BlockHead:
+def trained_block(target: PreTrainedModel, steps: int = 40, seed: int = 0, **fields: Any) -> BlockHead:
     """A drafter that has learned by heart what the target writes: most of its drafts there are right."""
     head = random_block(target, seed, **fields)
     ids, lengths = written(target)
     features = features_of(target, head, ids).clone()
     drafts = head.config.drafts
-    anchors = torch.arange(6, ids.shape[1] - drafts).expand(len(ids), -1)
-    labels = after(ids, anchors + 1, drafts).masked_fill(
-        anchors[:, :, None] + 1 + torch.arange(drafts) >= lengths[:, None, None], -100
-    )
+    anchors = (lengths - NEW - 1)[:, None] + torch.arange(NEW + 1 - drafts)  # as in a call, after the prompt
+    labels = after(ids, anchors + 1, drafts)
     if head.d2t is not None:
         known = torch.full((head.config.vocab_size,), -100)
         known[head.draft_tokens] = torch.arange(len(head.draft_tokens))
-        labels = known[labels.clamp(min=0)].where(labels >= 0, labels)
+        labels = known[labels]
 
     def loss_of() -> torch.Tensor:
         states = draft_blocks(head, target, ids, features, anchors)

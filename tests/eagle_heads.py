@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from architectures import made_once, random_ids
+from alone import one_and_four
+from architectures import made_once
 from transformers import DynamicCache, PreTrainedModel
 
 from assisted.engine.recurrent import slots_for, target_runner
@@ -19,7 +20,9 @@ from assisted.methods.eagle.draft import needs_of
 from assisted.methods.eagle.head import EagleConfig, EagleHead
 from assisted.methods.shared.training.masks import unrolled_mask
 
-__all__ = ["features_of", "learn", "random_head", "trained_head", "unrolled_loss", "written"]
+__all__ = ["NEW", "features_of", "learn", "random_head", "trained_head", "unrolled_loss", "written"]
+
+NEW = 26  # tokens that a target writes after each prompt
 
 
 def random_head(target: PreTrainedModel, version: int = 3, seed: int = 0, **fields: Any) -> EagleHead:
@@ -48,11 +51,13 @@ def features_of(target: PreTrainedModel, head: EagleHead, ids: torch.Tensor) -> 
 
 @made_once
 def written(target: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a target writes, greedily, after the prompts of test_methods: ids [B, n] int64, and how many count in each row."""
-    kwargs = {"max_new_tokens": 26, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
-    prompts = [random_ids(target, 1, 20, seed=20)[0]]
-    prompts += [prompt[2 * row :] for row, prompt in enumerate(random_ids(target, 4, 12, seed=4))]
-    texts = [target.generate(p[None], attention_mask=torch.ones_like(p)[None], **kwargs)[0] for p in prompts]
+    """What a target writes, greedily, after the prompts of test_methods: ids [B, n] int64, and how many count in each row, of
+    which the last `NEW` were written."""
+    kwargs = {"max_new_tokens": NEW, "do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+    texts: list[torch.Tensor] = []
+    for inputs in one_and_four(target):
+        made, pads = target.generate(**inputs, **kwargs), (1 - inputs["attention_mask"]).sum(1).tolist()
+        texts += [row[hidden:] for row, hidden in zip(made, pads, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     return ids, torch.tensor([len(text) for text in texts])
 
@@ -65,7 +70,7 @@ def learn(
     lr: float,
 ) -> None:
     """Steps of Adam over parameters of a head. The target's gradients are dropped."""
-    optimizer = torch.optim.Adam(parameters, lr=lr)
+    optimizer = torch.optim.Adam(parameters, lr=lr, fused=True)
     for _ in range(steps):
         loss = loss_of()
         optimizer.zero_grad()

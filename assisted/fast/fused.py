@@ -129,6 +129,7 @@ def with_same_bits(prepared: PreparedModule) -> PreparedModule:
     layers: Any = getattr(getattr(prepared.module, "model", None), "layers", ())
     known = prepared.through_parts and all(isinstance(own, FusedLayer) and own.whole_mlp is None for own in layers)
     in_c = known and all(own.native is not None for own in layers)
+    reason: str | None
     if not known:
         reason = "the layers of the model have no faster form, or are not as transformers has them"
     elif not in_c and any(own.is_eager or own.kind is not None for own in layers):

@@ -56,7 +56,8 @@ class Norm:
     """
 
     def __init__(self, norm: Any, kind: NormKind = RMS):
-        self.kind, self.weight, self.bias = kind, getattr(norm, "weight", None), getattr(norm, "bias", None)
+        self.kind, self.bias = kind, getattr(norm, "bias", None)
+        self.weight: Any = getattr(norm, "weight", None)
         size = self.size = norm.normalized_shape[-1] if self.weight is None else self.weight.shape[-1]
         known = (getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name))
         self.epsilon: float = next(known, 1e-5)  # that of the first OLMo is fixed
@@ -82,13 +83,16 @@ class Norm:
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """[..., D] -> [..., D]. weight: instead of its own."""
-        if weight is None and hidden.is_cpu and not torch.compiler.is_compiling():
+        of_heads = self.weight is not None and self.weight.dim() > 1  # each head has a weight of its own
+        if weight is None and hidden.is_cpu and not of_heads and not torch.compiler.is_compiling():
             made = self.in_c(hidden.dtype)
             if made is not None:
                 return made(hidden)
-        kind, weight, dtype = self.kind, self.weight if weight is None else weight, hidden.dtype
+        kind, dtype = self.kind, hidden.dtype
+        weight = self.weight if weight is None else weight
         if kind.centers:
             return self._centered(hidden, weight)
+        assert weight is not None
         if kind.rounds and dtype == torch.float32 and hidden.device.type != "cpu" and weight.dim() == 1:
             return F.rms_norm(hidden, weight.shape, weight, self.epsilon)
         normed = self.alone(hidden)

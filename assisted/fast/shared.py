@@ -141,8 +141,8 @@ class Shared:
                 first, end, places = 0, cache.top, _places(cache, width)
             seen = None if mask is None else mask[:, 0]
             seen = seen if seen is None or seen.dtype == torch.bool else seen == 0  # of additive ones
-            given = [part.float() for part in angles] if self.in_floats else angles
-            made = native.NativePass(*given, places, seen, rows, first, end, hidden.dtype)
+            cos, sin = (part.float() if self.in_floats else part for part in angles)
+            made = native.NativePass(cos, sin, places, seen, rows, first, end, hidden.dtype)
             known = self.passed[kind] = mask, angles[0], made
         return known[2]
 

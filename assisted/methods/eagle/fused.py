@@ -113,7 +113,7 @@ class _First(FusedLayer):
 
     def forward(self, embeddings: torch.Tensor, states: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
         normed = self.of_state(states)
-        beside = torch.cat([self.before_attention(embeddings), normed], -1)
+        beside = torch.cat([self.before(embeddings), normed], -1)
         residual = normed if self.norm_before_residual else states
         made = self.in_c(residual, beside=beside, **kwargs)
         return self.transform(self.attend(residual, beside, **kwargs)) if made is None else made

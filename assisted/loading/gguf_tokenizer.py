@@ -1,4 +1,4 @@
-"""What a GGUF file states about its tokenizer and transformers (5.18 to 5.24) leaves out without a word: how most byte-level
+"""What a GGUF file states about its tokenizer and transformers (5.23) leaves out without a word: how most byte-level
 tokenizers split text, whether a text begins with a space or the BOS token, and the tokens that end a turn. Knows the names
 in llama.cpp's src/llama-vocab.cpp, read in November 2026; reads no weights."""
 

@@ -817,13 +817,14 @@ INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
 
 /* ---- Products with rows of weights where the model has them ---- */
 
-/* STREAMS: of rows that a thread reads at a time, each in the order of memory. EACH: rows of a stream whose sums are vectors at a
-   time. SOME, MORE: columns whose sums fit in the registers with all streams, and with half of them. AT_A_TIME: columns for which
-   the same rows are read from the cache. SOON: bytes from a weight to the one that is asked for. */
-enum { STREAMS = 4, EACH = WIDE / STREAMS, SOME = WIDE == 16 ? 6 : 2, MORE = WIDE == 4 ? 2 : 6, AT_A_TIME = WIDE == 8 ? 12 : MOST, SOON = 1024 };
+/* STREAMS: of rows that a thread reads at a time, each in the order of memory. ROWS: of each of them for one thread. EACH: rows of
+   a stream whose sums are vectors at a time. SOME, MORE: columns whose sums fit in the registers with all streams, and with half of
+   them. AT_A_TIME: columns for which the same rows are read from the cache. SOON: bytes from a weight to the one that is asked for. */
+enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, EACH = WIDE / STREAMS, SOME = WIDE == 16 ? 6 : 2, MORE = WIDE == 4 ? 2 : 6 };
+enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, SOON = 1024 };
 typedef vec Parts[STREAMS][EACH]; /* sums of a column, each of one row */
 
-/* Asks for a row's weights ahead of time, once a line. With AVX512, the processor does so by itself. */
+/* Asks for a row's weights ahead of time, once a line: measured with AVX2 only. */
 INLINE void ask(const void *weight, int is_line) {
     if (WIDE == 8 && is_line) __builtin_prefetch((const char *)weight + SOON, 0, 2);
 }
@@ -885,7 +886,7 @@ INLINE void sums_of_rows(
     }
 }
 
-#define ROWS(columns)                                                                                \
+#define SUMS(columns)                                                                                \
     case columns:                                                                                    \
         if (columns <= SOME) {                                                                       \
             sums_of_rows(parts, p, at, x, of_groups, 0, STREAMS, columns);                           \
@@ -897,20 +898,20 @@ INLINE void sums_of_rows(
 
 static void some_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
     switch (columns) {
-        ROWS(1) ROWS(2)
+        SUMS(1) SUMS(2)
 #if WIDE > 4
-        ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+        SUMS(3) SUMS(4) SUMS(5) SUMS(6)
 #endif
     }
 }
 
-/* A tile of each stream from output `first` of the first one on, of at most AT_A_TIME columns, which take `apart` numbers of
+/* ROWS outputs of each stream from output `first` of the first one on, of at most AT_A_TIME columns, which take `apart` numbers of
    `of_groups` each. residual: added to the rounded result, or NULL. */
-static void tile_of_streams(
+static void some_of_streams(
     const Product *p, int64_t first, const number *x, const float *of_groups, int64_t apart, const number *residual, number *y,
     int columns) {
-    float found[AT_A_TIME][STREAMS][TILE];
-    for (int64_t at = first; at < first + TILE; at += EACH) {
+    float found[AT_A_TIME][STREAMS][ROWS];
+    for (int64_t at = first; at < first + ROWS; at += EACH) {
         Parts parts[AT_A_TIME];
         for (int c = 0, left = (columns + MORE - 1) / MORE; left; left--) {
             const int some = (columns - c + left - 1) / left;
@@ -922,7 +923,7 @@ static void tile_of_streams(
             for (int s = 0; s < STREAMS; s++) memcpy(found[c][s] + at - first, (const float *)&sums + s * EACH, EACH * sizeof(float));
         }
     }
-    for (int c = 0; c < columns; c++) for (int s = 0; s < STREAMS; s++) for (int t = 0; t < TILE; t += WIDE) {
+    for (int c = 0; c < columns; c++) for (int s = 0; s < STREAMS; s++) for (int t = 0; t < ROWS; t += WIDE) {
         const int64_t at = first + s * p->outputs / STREAMS + t, to = c * p->outputs + at;
         finish(p, wide(found[c][s] + t), at, residual ? residual + to : NULL, y + to);
     }
@@ -1001,7 +1002,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         return;
     }
 #endif
-    const int64_t outputs = TILE * (p->rows ? STREAMS : TILES), most = p->rows ? AT_A_TIME : MOST;
+    const int64_t outputs = p->rows ? STREAMS * ROWS : TILES * TILE, most = p->rows ? AT_A_TIME : MOST;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p->outputs / outputs; t++)
         for (int64_t c = 0, left = (n + most - 1) / most; left; left--) {
@@ -1009,7 +1010,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
             const number *given = x + c * p->inputs, *added = residual ? residual + to : NULL;
             const float *own = scratch + c * groups * numbers;
             if (p->rows)
-                tile_of_streams(p, t * TILE, given, own, groups * numbers, added, y + to, (int)columns);
+                some_of_streams(p, t * ROWS, given, own, groups * numbers, added, y + to, (int)columns);
             else
                 two_tiles(p, t * TILE * TILES, given, own, added, y + to, (int)columns);
             c += columns;

@@ -224,7 +224,7 @@ def _nbytes_of(entries: Iterable[_Entry]) -> int:
     """Bytes of stored texts. What several have in common counts once."""
     sessions = [entry.session for entry in entries]
     segments = {id(one): one for session in sessions for one in session.segments}
-    return sum(one.nbytes for one in (*sessions, *segments.values()))
+    return sum(one.nbytes for one in sessions) + sum(one.nbytes for one in segments.values())
 
 
 def _share(text: _Entry, entries: list[_Entry]) -> None:

@@ -181,8 +181,8 @@ def test_a_refilled_row_takes_as_many_rounds_as_its_prompt_alone(draft: str) -> 
     answered(model, texts, rows=2, **CALL)
     if draft in ("eagle-1", "mtp layers"):
         assert model.drafter.why_not_in_c == "steps in C are those of one row"  # not that of one that reads alone
-    # the first pass of `generate` reads the prompt and brings a token, too
-    assert sum(rounds) < passes + len(texts) and passes < 0.9 * len(texts) * CALL["max_new_tokens"]
+    # the first pass of `generate` reads the prompt and brings a token, too, which takes a row a round of its own
+    assert sum(rounds) <= passes + len(texts) and passes < 0.9 * len(texts) * CALL["max_new_tokens"]
 
 
 @over("architecture", ARCHITECTURES)

@@ -27,7 +27,7 @@ def test_the_reading_list_is_short():
     listed = re.findall(r"^\| `([\w/]+\.py)` \|", page.partition("## Reading list")[2].partition("\n## ")[0], re.M)
     lines = [len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in listed]
     assert 5 < len(listed) <= 10
-    assert sum(lines) <= 2080, dict(zip(listed, lines, strict=True))
+    assert sum(lines) <= 2085, dict(zip(listed, lines, strict=True))
 
 
 def test_the_way_of_a_call_goes_down():

@@ -208,8 +208,12 @@ class Session(DynamicCache):
         return self._slots
 
     def cut(self, end: int, before: Sequence[Segment] = ()) -> None:
-        """Move what is in the slots into segments, one of them ending at a column, which may be the last. before: segments
-        with the columns until there, which are forgotten here. For slots of a single row, without padding."""
+        """Move what is in the slots into segments, for slots of a single row without padding.
+
+        Args:
+            end: the column at which one segment ends; it may be the last.
+            before: segments with the columns until there, which are forgotten here.
+        """
         assert self._slots is not None
         parts = cut(self._slots, (end, self._length) if before else (0, end, self._length))
         self.segments = [*before, *(part for part in parts if part.width)]

@@ -285,7 +285,7 @@ if model.dtype == torch.float32:
 # The target of this notebook is so small that its text is not worth reading. The package also ships a head of the same
 # kind for a real chat model, SmolLM2-135M-Instruct. It answers a question, first without a draft, then with such trees:
 
-# %%
+# %% tags=["measured"]
 chat = AssistedModelForCausalLM.from_pretrained(CHAT[0], draft=CHAT[1])
 question = chat.tokenizer.apply_chat_template(
     [{"role": "user", "content": "How do plants make food? Answer in two sentences."}],

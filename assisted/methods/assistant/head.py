@@ -253,7 +253,9 @@ def sources_of(model: PreTrainedModel, kinds: Iterable[str]) -> dict[str, Source
     """
     config, traits, ids = model.config.get_text_config(decoder=True), Traits.of(model), few_ids(model)
     if traits.keeps and not traits.is_recurrent:  # not in slots, which the pass below fills
-        raise ValueError(f"target: {type(model).__name__} keeps {traits.keeps[0]}, and an assistant reads keys and values")
+        raise ValueError(
+            f"target: {type(model).__name__} keeps {traits.keeps[0]}, and an assistant reads keys and values"
+        )
     kept = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     types = types_of(config)[:kept]
     slots = slots_for(model, None, 1, ids.shape[1], traits.masks)

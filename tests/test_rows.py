@@ -218,9 +218,9 @@ def test_a_row_that_joins_with_a_criterion_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize(
     "widths,when,rows,chunk,parts,begin",
     [
-        ([43, 4], [1, 2], 3, 5, [[5], [3, 1], [5]], [11, 3]),
-        ([8, 10, 9], [1, 1, 1], 4, 30, [[7], [8, 7], [2]], [2, 4, 3]),
-        ([50, *[7] * 9], [1] * 10, 3, 8, [[6, 2]] * 9, [14, *range(2, 11)]),
+        ([43, 4], [1, 2], 3, 5, [[5], [3], [5]], [11, 3]),
+        ([8, 10, 9], [1, 1, 1], 4, 30, [[7], [8], [9]], [2, 4, 3]),
+        ([50, *[7] * 9], [1] * 10, 3, 8, [[6], [6, 2]] * 4 + [[6]], [16, *range(2, 11)]),
     ],
     ids=["a short one", "several", "a long one"],
 )
@@ -264,18 +264,21 @@ def test_prompts_are_read_in_parts_between_rounds(
 
 
 @pytest.mark.parametrize(
-    "rests,most,rows,expected",
+    "rests,most,rows,waited,expected",
     [
-        ([40], 16, 4, [16]),
-        ([40, 3, 5], 16, 4, [4, 3, 0]),
-        ([40, 30, 9, 10], 16, 4, [4, 0, 9, 0]),
-        ([3, 30, 0, 5], 16, 4, [3, 0, 0, 0]),
-        ([9, 2], 3, 4, [1, 2]),
-        ([40, 40, 40], 16, 4, [16, 0, 0]),
+        ([40], 16, 4, False, [16]),
+        ([40, 3, 5], 16, 4, False, [0, 3, 0]),
+        ([40, 3, 5], 16, 4, True, [4, 3, 0]),
+        ([40, 30, 9, 10], 16, 4, True, [4, 0, 9, 0]),
+        ([3, 30, 0, 5], 16, 4, False, [3, 0, 0, 0]),
+        ([9, 5], 3, 4, False, [1, 2]),
+        ([40, 40, 40], 16, 4, False, [16, 0, 0]),
     ],
 )
-def test_what_is_read_between_two_rounds(rests: list[int], most: int, rows: int, expected: list[int]) -> None:
-    assert shares(rests, most, rows) == expected
+def test_what_is_read_between_two_rounds(
+    rests: list[int], most: int, rows: int, waited: bool, expected: list[int]
+) -> None:
+    assert shares(rests, most, rows, waited) == expected
 
 
 def test_what_others_have_read_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

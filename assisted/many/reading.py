@@ -125,16 +125,19 @@ class Reading:
                 self.found.keep(slots, ids[None], (drafter, None))
 
 
-def shares(rests: Sequence[int], most: int, rows: int) -> list[int]:
+def shares(rests: Sequence[int], most: int, rows: int, waited: bool) -> list[int]:
     """How many tokens of each prompt are read before the next round, no more than `most` in all.
 
     The shortest rest goes first, and if it is read to its end, no others are, so that its text begins without them. The prompt
-    that came first gets at least a row's share, so that further ones don't hold it up.
+    that came first gets at least a row's share every second time, so that further ones don't hold it up.
 
-    rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch.
+    rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch. waited: whether the first
+    prompt had nothing of the time before.
     """
-    first = min(rests[0], most, max(1, most // rows))
-    found, left = [first, *[0] * (len(rests) - 1)], most - first
+    found, shortest = [0] * len(rests), min(range(len(rests)), key=rests.__getitem__)
+    if waited or rests[shortest] > most:
+        found[0] = min(rests[0], most, max(1, most // rows))
+    left = most - found[0]
     for place in sorted(range(len(rests)), key=rests.__getitem__):
         more = min(rests[place] - found[place], left)
         found[place], left = found[place] + more, left - more

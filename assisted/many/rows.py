@@ -161,6 +161,7 @@ class Batch:
         self.begun: dict[int, Reading] = {}  # by row, the prompt that it holds, also after the end of its text
         self.shares = chunk is None or self.pool is not None  # prompts take over what others have read
         self.waits: Callable[[], bool] = lambda: False
+        self.waited = False  # the prompt that came first, while another one was read to its end
         self.distribution = OfRows([None] * rows)
         self.text = text = Rows(
             rows,
@@ -252,7 +253,9 @@ class Batch:
         left = self.chunk or sys.maxsize
         while ready := [one for one in self.reading if one.after is None and (left > 0 or not one.rest)]:
             begins = False
-            parts = shares([self._ahead(one) for one in ready], left, self.text.rows)
+            parts = shares([self._ahead(one) for one in ready], left, self.text.rows, self.waited)
+            if left:
+                self.waited = not parts[0] and ready[0].rest > 0
             for one, part in sorted(zip(ready, parts, strict=True), key=lambda found: self._ahead(found[0])):
                 if part or not one.rest:
                     left -= self._read_part(one, part)

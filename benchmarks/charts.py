@@ -25,7 +25,6 @@ TIMES = "Speedup over the fastest plain mode; lines: 95% intervals"
 HEAD = '["suffix", "zoo:smollm2-eagle3"]'
 GREY, ORANGE, BLUE, GREEN, PURPLE = "#8b93a1", "#c47f13", "#4f7fd9", "#2f9e77", "#9b6fd0"
 INK = "#0a0b0c"  # replaced by the page's own color when a chart is written
-NOT_COMPILED = ("drafts", "larger", "contexts")
 WIDTH, LINE = 400, 24  # units: of a chart, of a bar
 STYLE = {
     **{"svg.fonttype": "none", "svg.hashsalt": "assisted", "font.family": "sans-serif", "font.size": 13},
@@ -184,7 +183,7 @@ PANELS: dict[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {  # chart: the
 def panels(name: str) -> str:
     shown, each = PANELS[name]
     titles = {title: rows_of(race, shown) for title, race in each.items()}
-    return bars(titles, "Speedup over plain generate; lines: 95% intervals" if name in NOT_COMPILED else TIMES)
+    return bars(titles, TIMES)
 
 
 def kinds() -> str:

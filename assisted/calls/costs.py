@@ -100,6 +100,8 @@ def share_of_weights(pair: Any) -> float | None:
 
     Reading weights takes most of a forward pass, so this is a guess of a draft's cost before any is measured.
     """
+    if not pair.drafter.modules:
+        return None
     target = memory_bytes(pair.target)
     own = memory_bytes(pair.target, *pair.drafter.modules) - target
     return own / target if own and target else None

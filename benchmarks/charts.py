@@ -138,6 +138,11 @@ def rows_of(race: Mapping[str, Any], shown: Mapping[str, str]) -> list[Bar]:
     return found
 
 
+def short(title: str) -> str:
+    """The title of a race without what its table says."""
+    return re.sub(r", (float32|bfloat16|top-p [\d.]+|\d+ tokens)", "", title)
+
+
 def races(file: str) -> dict[str, Any]:
     return {title: race for title, race in read(file).items() if title != "about"}
 
@@ -167,13 +172,13 @@ SHIPPED, GROWN = races("shipped_pair"), races("grown")
 (CHAT,) = races(FIGURES.stem).values()
 PANELS: dict[str, tuple[Mapping[str, str], Mapping[str, Any]]] = {  # chart: the methods, and the race of each panel
     "home": (SHOWN, races(FIGURES.stem)),
-    "drafts": (DRAFTS, {title.partition(", float32, ")[2]: race for title, race in SHIPPED.items() if "Free" in title}),
-    "larger": (DRAFTS, {title: race for title, race in GROWN.items() if "rows" not in title}),
+    "drafts": (DRAFTS, {short(title): race for title, race in SHIPPED.items() if "Free" in title}),
+    "larger": (DRAFTS, {short(title): race for title, race in GROWN.items()}),
     "batches": (
         DRAFTS,
         {
-            **{f"7 M, {title}": race for title, race in SHIPPED.items() if "rows" in title},
-            **{f"135 M chat, {title}": race for title, race in races("smollm2_batches").items()},
+            **{f"7 M, {short(title)}": race for title, race in SHIPPED.items() if "rows" in title},
+            **{short(f"135 M chat, {title}"): race for title, race in races("smollm2_batches").items()},
         },
     ),
     "contexts": (DRAFTS, races("contexts")),
@@ -212,10 +217,7 @@ def summary() -> str:
         "assisted's fastest draft": (BLUE, lambda row: row["family"] == "assisted"),
     }
     each = {"135 M chat, bfloat16": CHAT}
-    each |= {
-        title.replace(", float32", "").partition(" tokens")[0].rpartition(", ")[0]: r for title, r in SHIPPED.items()
-    }
-    each |= {title.partition(" tokens")[0].rpartition(", ")[0]: race for title, race in GROWN.items()}
+    each |= {short(title): race for races_of in (SHIPPED, GROWN) for title, race in races_of.items()}
     rows: dict[str, list[Bar]] = {}
     for label, race in each.items():
         for name, (color, chosen) in kinds.items():

@@ -152,6 +152,7 @@ def test_biases_of_queries_keys_and_values(flag, target, tmp_path):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, "default"),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, "linear"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, 5e5, "linear"),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, 5e5, "default"),
     ],
 )
 def test_rotary_parameters_flat_and_nested(fields, theta, kind, target, tmp_path):
@@ -229,6 +230,24 @@ def test_quantized_weights_are_expanded(target, tmp_path):
         held = {other: tensor for other, tensor in tensors.items() if other != name} | less
         with pytest.raises(ValueError, match=rf"^draft: .*{said}"):
             load_eagle(write(tmp_path, EAGLE_3, held), target)
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0),
+        ({"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}, 1e6),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, 1e6),
+    ],
+)
+def test_the_positions_of_angelslim(rope, theta, target, tmp_path):
+    """As angelslim 0.5.0 makes them, class LlamaAttention of train/models/draft/llama_eagle3.py: run on 2026-11-29."""
+    own = {"architectures": ["Eagle3LlamaForCausalLM"], "rope_theta": 1e6, "aux_hidden_states_layer_ids": [0, 1]}
+    head = load_eagle(write(tmp_path, EAGLE_3 | own | rope, eagle_3() | {"fc.weight": noise(WIDTH, 2 * WIDTH)}), target)
+    assert head.config.rope["rope_theta"] == theta
+    assert head.config.taps == (1, 2)
+    assert head.config.last_normed
 
 
 def test_a_full_draft_vocabulary_has_no_maps(target, tmp_path):

@@ -116,6 +116,13 @@ def speculators(fields: Fields, tensors: Tensors, **layer: Any) -> tuple[Fields,
     return own | {"transformer_layer_config": inner}, flat(tensors)
 
 
+def angelslim(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """Its configs have the target's base of positions, with which no head was trained."""
+    own = without(fields, "eagle_config") | {"architectures": ["Eagle3LlamaForCausalLM"], "rope_theta": 1e6}
+    copy = target().get_input_embeddings().weight.detach().to(torch.bfloat16)
+    return own | {"aux_hidden_states_layer_ids": [1, 7, 12]}, tensors | {"embed_tokens.weight": copy}
+
+
 @dataclass(frozen=True)
 class Published:
     """A layout: who says so, where and when, and how the shipped head is written in it."""
@@ -149,6 +156,11 @@ PUBLISHED = {
     ),
     "layers of the target": Published(
         "sgl-project/sglang pull 33966, 2026-08-07", lambda c, w: (c | {"num_hidden_layers": LAYERS}, w)
+    ),
+    "AngelSlim": Published(
+        "angelslim 0.5.0 compressor/speculative/train/models/draft/llama_eagle3.py",
+        lambda c, w: angelslim(*reduced(c, w)),
+        REDUCED,
     ),
     "rotary buffer": Published(
         "SafeAILab/EAGLE eagle/model/cnets.py, whose buffers were persistent, 2026-02-19",

@@ -33,6 +33,8 @@ _KEYS = {
 _BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.up_proj"}
 _KINDS = ("eagle3", "peagle")  # of speculators
 _TAPS = "eagle_aux_hidden_state_layer_ids"
+_COUNTED = ("target_layer_ids", "aux_hidden_states_layer_ids")  # of DeepSpec and AngelSlim
+_ANGELSLIM = "Eagle3LlamaForCausalLM"
 VERSION = "0.9.0"  # of speculators, for the format written here
 PAST = (r"verifier_norm\.weight", r"verifier_lm_head\.weight")  # the target's, for speculators' training
 
@@ -66,7 +68,7 @@ _VALUES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
     ("rope_scaling", "rope_parameters"): ("an object", lambda v: isinstance(v, dict)),
     ("hidden_act",): ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
     ("layer_types",): ("a list", lambda v: isinstance(v, list)),
-    (_TAPS, "target_layer_ids", "aux_hidden_state_layer_ids"): (
+    (_TAPS, *_COUNTED, "aux_hidden_state_layer_ids"): (
         "a list of layers",
         lambda v: isinstance(v, list) and bool(v) and all(type(tap) is int for tap in v),
     ),
@@ -190,6 +192,8 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, EagleCon
         raise ValueError(f"draft: {folder / 'config.json'} lacks mask_token_id, the mask token of a P-EAGLE head")
     layouts = (_SPECULATORS,) if kind else (*LAYOUTS[1], *LAYOUTS[3])
     found = found.under(*layouts, marks=lambda layout: _MARKS[1 if layout in LAYOUTS[1] else 3])
+    if _ANGELSLIM in (fields.get("architectures") or ()):
+        given |= _trained_rope(given)
     if given.get("num_hidden_layers") == layers:  # some configs have the target's
         count = (n for n in range(layers + 1) if not found.shape(f"layers.{n}.mlp.up_proj.weight"))
         given["num_hidden_layers"] = next(count) or 1
@@ -218,19 +222,30 @@ def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], b
     Ids at the top are those of hidden states, as vLLM counts them. Ids in `eagle_config` count layers if they begin with 0 or
     1, and hidden states otherwise, as SGLang decides since its pull request 25454 (2026-05-16) and as NVIDIA's ids for gpt-oss
     need it, which name the last state (its pull request 32334, 2026-07-24). Both engines, and the hooks of ModelOpt and NeMo
-    Automodel, give the last layer's output before the final norm. DeepSpec counts layers and takes transformers' states.
+    Automodel, give the last layer's output before the final norm. DeepSpec and AngelSlim count layers and take transformers'
+    states.
     """
-    top, of_deepspec = fields.get(_TAPS), fields.get("target_layer_ids")
+    top, counted = fields.get(_TAPS), next((fields[name] for name in _COUNTED if fields.get(name) is not None), None)
     nested = (fields.get("eagle_config") or {}).get(_TAPS)
     if top is not None:
         return tuple(top), False
-    if of_deepspec is not None:
-        return tuple(tap + 1 for tap in of_deepspec), True
+    if counted is not None:
+        return tuple(tap + 1 for tap in counted), True
     if nested is None:
         return default_taps(layers), False
     # before it wrote both lists, this package wrote the second alone, with layers
     counts_layers = layers not in nested and (min(nested) <= 1 or "qkv_bias" in fields)
     return tuple(tap + 1 if counts_layers else tap for tap in nested), False
+
+
+def _trained_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What AngelSlim's trainer (0.5.0) made of a config's rope: outside of mrope, the base is 10000, whatever the config says.
+
+    Its configs say 1000000 for Qwen3; with 10000, published heads were accepted more often (wejoncy/sfllm, pull request 32).
+    """
+    rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
+    is_mrope = rope.get("mrope_interleaved") or "mrope" in (rope.get("type"), rope.get("rope_type"))
+    return {} if is_mrope else {"rope_parameters": rope | {"rope_theta": 10000.0}}
 
 
 def layer_of(given: Mapping[str, Any], kind: str, theta: float = 10000.0) -> dict[str, Any]:
@@ -244,9 +259,11 @@ def layer_of(given: Mapping[str, Any], kind: str, theta: float = 10000.0) -> dic
     types = given.get("layer_types", [])
     rope = {**given.get("rope_scaling", {}), **given.get("rope_parameters", {})}
     theta = float(rope.get("rope_theta", given.get("rope_theta", theta)))
+    kind_of_rope = rope.pop("rope_type", rope.pop("type", "default"))
     return {
         **{name: getattr(made, name) for name in LAYER_FIELDS},
-        "rope": {"rope_type": rope.pop("type", "default"), **rope, "rope_theta": theta},
+        # for text, mrope, which tells apart the positions of images, is the default
+        "rope": {**rope, "rope_type": "default" if kind_of_rope == "mrope" else kind_of_rope, "rope_theta": theta},
         **({"layer_types": tuple(types), "sliding_window": given.get("sliding_window")} if SLIDING in types else {}),
     }
 

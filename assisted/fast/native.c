@@ -757,8 +757,10 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
             continue;
         }
         if (p->rows) { /* of each two vectors, numbers at even places before those at odd ones */
-            for (int i = 0; i < GROUP; i++)
-                scratch[g * GROUP + i / (2 * WIDE) * 2 * WIDE + i % 2 * WIDE + i % (2 * WIDE) / 2] = number_of(x[g * GROUP + i]);
+            UNROLLED for (int i = 0; i < GROUP; i += 2 * WIDE) {
+                const words pair = words_of(x + g * GROUP + i), both[2] = {pair << 16, pair & 0xffff0000};
+                memcpy(scratch + g * GROUP + i, both, sizeof both);
+            }
             continue;
         }
         Expanded *own = (Expanded *)scratch + g;
@@ -817,115 +819,107 @@ INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
 
 /* ---- Products with rows of weights where the model has them ---- */
 
-/* STREAMS: of rows that a thread reads at a time, each in the order of memory. ROWS: of each of them for one thread. EACH: rows of
-   a stream whose sums are vectors at a time. SOME, MORE: columns whose sums fit in the registers with all streams, and with half of
-   them. AT_A_TIME: columns for which the same rows are read from the cache. SOON: bytes from a weight to the one that is asked for. */
-enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, EACH = WIDE / STREAMS, SOME = WIDE == 16 ? 6 : 2, MORE = WIDE == 4 ? 2 : 6 };
-enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, SOON = 1024 };
-typedef vec Parts[STREAMS][EACH]; /* sums of a column, each of one row */
-
-/* Asks for a row's weights ahead of time, once a line: measured with AVX2 only. */
-INLINE void ask(const void *weight, int is_line) {
-    if (WIDE == 8 && is_line) __builtin_prefetch((const char *)weight + SOON, 0, 2);
-}
+/* STREAMS: of rows that a thread reads at a time, each in the order of memory: with two, it would wait for memory. ROWS: of each of
+   them for one thread. SOME: columns whose sums fit in the registers. AT_A_TIME: columns for which the same DEPTH weights of each
+   row are read from the first cache. SOON: bytes from a weight to the one that is asked for. */
+enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, SOME = WIDE == 16 ? 6 : WIDE == 8 ? 3 : 2 };
+enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, DEPTH = WIDE == 8 ? 256 : 1 << 30, SOON = 512 };
+typedef vec Parts[STREAMS][ROWS]; /* sums of a column, each of one row */
 
 /* Whether products with weights in place take no longer than those with packed ones, for a draft's columns. */
 const int64_t rows_suffice = WIDE == 8;
 
-/* The sums of EACH rows of some streams, from output `at` of the first one on. */
-INLINE void sums_of_rows(
-    Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int first, int streams, int columns) {
-    const int64_t apart = p->outputs / STREAMS;
-    for (int i = 0; i < EACH; i++) {
-        const number *row[STREAMS];
-        vec sums[STREAMS][MORE];
-        UNROLLED for (int s = 0; s < streams; s++) {
-            row[s] = p->rows[at + i + (first + s) * apart];
-            UNROLLED for (int c = 0; c < columns; c++) sums[s][c] = all(0);
-        }
-#ifdef FLOAT32
-        for (int64_t k = 0; k < p->inputs; k += WIDE) {
-            vec weight[STREAMS];
-            UNROLLED for (int s = 0; s < streams; s++) {
-                ask(row[s] + k, k % (LINE / 4) == 0);
-                weight[s] = wide(row[s] + k);
-            }
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const vec one = wide(x + c * p->inputs + k);
-                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], weight[s], one);
-            }
-        }
-#elif defined(DOTS)
-        for (int64_t k = 0; k < p->inputs; k += GROUP) {
-            __m512bh weight[STREAMS];
-            UNROLLED for (int s = 0; s < streams; s++) weight[s] = (__m512bh)_mm512_loadu_si512(row[s] + k);
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const __m512bh one = (__m512bh)_mm512_loadu_si512(x + c * p->inputs + k);
-                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = (vec)_mm512_dpbf16_ps((__m512)sums[s][c], weight[s], one);
-            }
-        }
+/* NUMBERS: of a vector. What `weights_at` finds at number i of a row fits the inputs there. */
+#ifdef DOTS
+
+enum { NUMBERS = 2 * WIDE };
+typedef bf16 input;
+
+INLINE vec weights_at(const bf16 *row, int64_t i) { return wide((const float *)(row + i)); }
+
+INLINE vec plus_products(vec sum, vec one, vec two) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)one, (__m512bh)two); }
+
 #else
-        const float *own = of_groups;
-        for (int64_t k = 0; k < p->inputs; k += 2 * WIDE) {
-            vec even[STREAMS], odd[STREAMS];
-            UNROLLED for (int s = 0; s < streams; s++) {
-                words pair;
-                memcpy(&pair, row[s] + k, sizeof pair);
-                ask(row[s] + k, k % (LINE / 2) == 0);
-                even[s] = (vec)(pair << 16), odd[s] = (vec)(pair & 0xffff0000);
-            }
-            UNROLLED for (int c = 0; c < columns; c++) {
-                const vec one = wide(own + c * p->inputs + k), other = wide(own + c * p->inputs + k + WIDE);
-                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], even[s], one);
-                UNROLLED for (int s = 0; s < streams; s++) sums[s][c] = plus_product(sums[s][c], odd[s], other);
-            }
-        }
+
+enum { NUMBERS = WIDE };
+typedef float input;
+
+INLINE vec weights_at(const number *row, int64_t i) {
+#ifdef FLOAT32
+    return wide(row + i);
+#else
+    const words pair = words_of(row + i / (2 * WIDE) * (2 * WIDE));
+    return (vec)(i / WIDE % 2 ? pair & 0xffff0000 : pair << 16);
 #endif
-        UNROLLED for (int s = 0; s < streams; s++)
-            UNROLLED for (int c = 0; c < columns; c++) parts[c][first + s][i] = sums[s][c];
-    }
 }
 
-#define SUMS(columns)                                                                                \
-    case columns:                                                                                    \
-        if (columns <= SOME) {                                                                       \
-            sums_of_rows(parts, p, at, x, of_groups, 0, STREAMS, columns);                           \
-        } else {                                                                                     \
-            sums_of_rows(parts, p, at, x, of_groups, 0, STREAMS / 2, columns);                       \
-            sums_of_rows(parts, p, at, x, of_groups, STREAMS / 2, STREAMS / 2, columns);             \
-        }                                                                                            \
+INLINE vec plus_products(vec sum, vec one, vec two) {
+#if WIDE == 8 && !defined(__clang__)
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(one), "xm"(two)); /* otherwise GCC copies sums from register to register */
+    return sum;
+#else
+    return plus_product(sum, one, two);
+#endif
+}
+
+#endif
+
+/* Adds to sums[column][stream][0] the products of a row of each stream with `depth` inputs of columns. */
+INLINE void add_rows(Parts *sums, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int columns) {
+    vec own[STREAMS][SOME];
+    UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) own[s][c] = sums[c][s][0];
+    for (int64_t k = 0; k < depth; k += GROUP) {
+        if (WIDE == 8) UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int i = 0; i < GROUP; i += LINE / (int)sizeof(number))
+            __builtin_prefetch((const char *)(rows[s] + k + i) + SOON);
+        UNROLLED for (int i = 0; i < GROUP; i += NUMBERS) {
+            vec one[SOME];
+            UNROLLED for (int c = 0; c < columns; c++) one[c] = wide((const float *)(x + c * inputs + k + i));
+            UNROLLED for (int s = 0; s < STREAMS; s++) {
+                const vec weight = weights_at(rows[s] + k, i);
+                UNROLLED for (int c = 0; c < columns; c++) own[s][c] = plus_products(own[s][c], weight, one[c]);
+            }
+        }
+    }
+    UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) sums[c][s][0] = own[s][c];
+}
+
+#define ROWS_OF(columns)                                 \
+    case columns:                                        \
+        add_rows(sums, rows, x, inputs, depth, columns); \
         break;
 
-static void some_rows(Parts *parts, const Product *p, int64_t at, const number *x, const void *of_groups, int columns) {
+static void add_some(Parts *sums, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int columns) {
     switch (columns) {
-        SUMS(1) SUMS(2)
+        ROWS_OF(1) ROWS_OF(2)
 #if WIDE > 4
-        SUMS(3) SUMS(4) SUMS(5) SUMS(6)
+        ROWS_OF(3)
+#endif
+#if WIDE > 8
+        ROWS_OF(4) ROWS_OF(5) ROWS_OF(6)
 #endif
     }
 }
 
-/* ROWS outputs of each stream from output `first` of the first one on, of at most AT_A_TIME columns, which take `apart` numbers of
-   `of_groups` each. residual: added to the rounded result, or NULL. */
+/* ROWS outputs of each stream from output `first` of the first one on, of at most AT_A_TIME columns. residual: added to the rounded
+   result, or NULL. */
 static void some_of_streams(
-    const Product *p, int64_t first, const number *x, const float *of_groups, int64_t apart, const number *residual, number *y,
-    int columns) {
-    float found[AT_A_TIME][STREAMS][ROWS];
-    for (int64_t at = first; at < first + ROWS; at += EACH) {
-        Parts parts[AT_A_TIME];
-        for (int c = 0, left = (columns + MORE - 1) / MORE; left; left--) {
+    const Product *p, int64_t first, const input *x, const number *residual, number *y, int columns) {
+    const int64_t apart = p->outputs / STREAMS;
+    Parts sums[AT_A_TIME];
+    memset(sums, 0, columns * sizeof *sums);
+    for (int i = 0; i < ROWS; i++) for (int64_t from = 0; from < p->inputs; from += DEPTH) {
+        const number *rows[STREAMS];
+        for (int s = 0; s < STREAMS; s++) rows[s] = p->rows[first + i + s * apart] + from;
+        const int64_t depth = p->inputs - from < DEPTH ? p->inputs - from : DEPTH;
+        for (int c = 0, left = (columns + SOME - 1) / SOME; left; left--) {
             const int some = (columns - c + left - 1) / left;
-            some_rows(parts + c, p, at, x + c * p->inputs, of_groups + c * apart, some);
+            add_some((Parts *)&sums[c][0][i], rows, x + c * p->inputs + from, p->inputs, depth, some);
             c += some;
-        }
-        for (int c = 0; c < columns; c++) {
-            const vec sums = sums_of(parts[c][0]);
-            for (int s = 0; s < STREAMS; s++) memcpy(found[c][s] + at - first, (const float *)&sums + s * EACH, EACH * sizeof(float));
         }
     }
     for (int c = 0; c < columns; c++) for (int s = 0; s < STREAMS; s++) for (int t = 0; t < ROWS; t += WIDE) {
-        const int64_t at = first + s * p->outputs / STREAMS + t, to = c * p->outputs + at;
-        finish(p, wide(found[c][s] + t), at, residual ? residual + to : NULL, y + to);
+        const int64_t at = first + s * apart + t, to = c * p->outputs + at;
+        finish(p, sums_of(sums[c][s] + t), at, residual ? residual + to : NULL, y + to);
     }
 }
 
@@ -1010,7 +1004,7 @@ static void product(const Product *p, const number *x, int64_t n, const number *
             const number *given = x + c * p->inputs, *added = residual ? residual + to : NULL;
             const float *own = scratch + c * groups * numbers;
             if (p->rows)
-                some_of_streams(p, t * ROWS, given, own, groups * numbers, added, y + to, (int)columns);
+                some_of_streams(p, t * ROWS, numbers ? (const void *)own : given, added, y + to, (int)columns);
             else
                 two_tiles(p, t * TILE * TILES, given, own, added, y + to, (int)columns);
             c += columns;

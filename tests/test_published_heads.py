@@ -368,21 +368,25 @@ def test_the_pages_table() -> None:
 # ---- Medusa
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_medusa_heads_beside_their_model(shards: int, tmp_path: Path) -> None:
-    """Whole-model repositories of Medusa-2: FasterDecoding/Medusa medusa/model/medusa_model_new.py, 2024-04-18."""
+@pytest.mark.parametrize(
+    ("shards", "begin", "title"),
+    [(1, "medusa_head", "Medusa-2"), (2, "medusa_head", "Medusa-2"), (1, "medusa_heads", "ModelOpt")],
+)
+def test_medusa_heads_beside_their_model(shards: int, begin: str, title: str, tmp_path: Path) -> None:
+    """Whole-model repositories of Medusa-2: FasterDecoding/Medusa medusa/model/medusa_model_new.py, 2024-04-18. And what
+    nvidia-modelopt 0.47.0 saves (modelopt/torch/speculative/plugins/hf_medusa.py)."""
     fields, heads = shipped("medusa", "medusa_lm_head.safetensors")
+    if title == "ModelOpt":
+        fields = {"medusa": {"num_medusa_heads": 2, "num_medusa_layers": 1}}
     model = json.loads(Path(zoo.folder("target"), "config.json").read_text())
     tensors = {name: tensor.clone() for name, tensor in target().state_dict().items()}
-    tensors |= {f"medusa_head.{name}": tensor for name, tensor in heads.items()}
+    tensors |= {f"{begin}.{name}": tensor for name, tensor in heads.items()}
     folder = write(tmp_path, model | fields, tensors, shards)
     assert kind_of(folder) == "medusa"
     found = tokens_of(f"medusa:{folder}")
     assert found == tokens_of("zoo:medusa") > 1.5
-    tensors["medusa_head.extra.weight"] = torch.ones(2)
-    with pytest.raises(
-        ValueError, match=r"Medusa-2 heads beside their model, has an unknown tensor medusa_head.extra.weight"
-    ):
+    tensors[f"{begin}.extra.weight"] = torch.ones(2)
+    with pytest.raises(ValueError, match=rf"{title}.* beside their model, has an unknown tensor {begin}.extra.weight"):
         MedusaHeads.load(write(tmp_path, model | fields, tensors, shards), target())
 
 

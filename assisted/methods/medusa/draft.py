@@ -68,7 +68,8 @@ class Medusa(HeadSpec):
 
     @classmethod
     def reads(cls, fields: dict[str, Any], folder: Path) -> bool:
-        return "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
+        of_modelopt = isinstance(fields.get("medusa"), dict)
+        return of_modelopt or "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
 
     def load(self, target: Target, **kwargs: Any) -> MedusaDrafter:
         """Load the heads and locate the hidden states that they read. kwargs: dtype, Hub arguments.

@@ -201,13 +201,19 @@ def _layout(title: str, block: str, output: str, *read_past: str) -> Layout:
 
 def _of_authors(begin: str, layers: int) -> Layout:
     """begin: of all names. layers: of each head."""
-    title = "Medusa-2 heads beside their model" if begin else "Medusa heads of their authors"
+    title = _TITLES[begin]
     others = rf"(?!{re.escape(begin)}).*"
     return _layout(title, rf"{begin}\3.\2.linear.\1", rf"{begin}\1.{layers}.weight", others)
 
 
+_TITLES = {
+    "": "Medusa heads of their authors",
+    "medusa_head.": "Medusa-2 heads beside their model",
+    "medusa_heads.": "Medusa heads of ModelOpt, beside their model",
+}
+"""By what all names begin with."""
 _VLLM = _layout("Medusa heads for vLLM", r"blocks.\3.layers.\2.\1", r"lm_heads.\1.weight")
-_PLACED = re.compile(r"(blocks\.|medusa_head\.|)(\d+)\.(?:layers\.(\d+)|(\d+)\.linear)\.weight")
+_PLACED = re.compile(r"(blocks\.|medusa_heads?\.|)(\d+)\.(?:layers\.(\d+)|(\d+)\.linear)\.weight")
 """What a name begins with, and the numbers of a head and a layer, for vLLM and from the authors."""
 
 

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 
 import torch
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    TopPLogitsWarper,
+)
 
 from .core.drafts import Draft
 from .core.host import on_device
@@ -175,8 +180,12 @@ class Distribution:
         return scores.view_as(logits)
 
     def for_draft(self) -> Distribution:
-        """The distribution for drafts: without processors that must see committed prefixes only."""
-        known = LogitsProcessorList(filter(self._is_known, self.processors))
+        """The distribution for drafts: without processors that must see committed prefixes only. Those that keep a tensor for
+        the vocabulary of the first scores are copied, since a head may know fewer tokens than its target."""
+        known = LogitsProcessorList(
+            copy.copy(one) if isinstance(one, SequenceBiasLogitsProcessor) else one
+            for one in filter(self._is_known, self.processors)
+        )
         return Distribution(known, self.do_sample, grammars=self.grammars, drafts=True)
 
     @contextmanager

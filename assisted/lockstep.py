@@ -10,9 +10,9 @@ import torch
 from .core import acceptance
 from .core.drafts import Draft, levels
 from .core.host import on_device
-from .core.text import Text
+from .core.text import NOT_DRAWABLE, Text
 from .distribution import Distribution
-from .verification import NOT_DRAWABLE, Outcome, Top1, drawable
+from .verification import Outcome, Top1, drawable
 
 
 def judge_in_lockstep(

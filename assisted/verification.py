@@ -23,7 +23,6 @@ Compute = Callable[..., list[torch.Tensor] | None]
 """As `Runner.compute`."""
 Move = Callable[[torch.Tensor], object]
 """As `Passes.mover` makes it: takes the columns of an accepted path, [B, m] int64."""
-NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 
 
 class Outcome(NamedTuple):
@@ -84,8 +83,9 @@ def judge(
         index = padded(path, logits.device)[:, :, None].expand(-1, -1, logits.shape[-1])
         scores, logits = None if scores is None else scores.gather(1, index), logits.gather(1, index)
     kept = text.extend(new, scores, logits)
-    if any(len(new[row]) < len(path[row]) for row in text.unfinished):
-        raise RuntimeError(NOT_DRAWABLE)
+    for row in text.unfinished:
+        if len(new[row]) < len(path[row]):
+            text.fail(row)
     # rows that had ended commit nothing; a row that ends within its draft commits only the tokens up to there
     accepted = [min(len(columns) - 1, count) for columns, count in zip(path, kept, strict=True)]
     notes = None if draft.notes is None else [row[-draft.notes.shape[1] :] for row in rows]

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import REFUSED, VOCABULARY, build, half_right, random_ids
+from assistant_heads import trained_assistant
 from pairs import BY_NAME, CALL, assistedly, no_fallback, pair, plainly, prompt, tokenizer
 from transformers import DynamicCache, GenerationConfig, LlamaModel, PreTrainedModel, TextStreamer
 
-from assisted import AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram
+from assisted import Assistant, AssistedConfig, AssistedModelForCausalLM, DraftModel, NGram
 from assisted.core import text
+from assisted.core.drafts import DraftingStopped
 from assisted.engine import cache as slots
 from assisted.lengths import Adaptive, Confidence, Fixed
 from assisted.methods.other_tokenizer.draft import TranslatedDrafter
@@ -211,6 +213,22 @@ def test_a_target_that_is_resized_between_two_calls(draft: Any, more: int) -> No
             ours = model.generate(prompt()["ids"].clamp(max=VOCABULARY + more - 1), **(CALL | sampled))
         assert ours.tolist() == target.generate(prompt()["ids"].clamp(max=VOCABULARY + more - 1), **CALL).tolist()
         assert model.report is not None and model.report.drafted > 0
+
+
+@pytest.mark.parametrize("call", [{"sequence_bias": [[[7], 4.0]]}, {"do_sample": True, "top_k": 1}], ids=str)
+def test_a_head_of_a_target_that_is_resized_costs_no_text(call: dict[str, Any]) -> None:
+    """It goes on with the tokens that it knows, or stops. In rows, it comes before the target has any logits."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, draft=Assistant(trained_assistant(target)), draft_length=4)
+    target.resize_token_embeddings(VOCABULARY + 4)
+    ids, call = random_ids(target, 1, 12), CALL | call
+    expected = target.generate(ids, **call).tolist()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert model.generate(ids, **call).tolist() == expected
+        assert [answer.ids.tolist() for answer in model.generate_many([ids[0]] * 2, rows=2, **call)] == expected * 2
+    told = [str(one.message) for one in caught if issubclass(one.category, DraftingStopped)]
+    assert all("of 96 tokens, the target's of 100" in one for one in told) and bool(told) == call["do_sample"]
 
 
 def test_a_criterion_that_raises_is_heard() -> None:

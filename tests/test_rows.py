@@ -163,6 +163,28 @@ def test_what_a_rows_grammar_forces_is_drafted_and_a_dead_end_is_that_rows_error
     assert found[2].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("forced", [[], [30, 31, 50]])
+def test_a_row_that_can_draw_no_token_ends_with_an_error(forced: list[int], seed: int | None) -> None:
+    """What its grammar allows after some forced tokens, or after its end, is suppressed. The others go on."""
+    target = build(BY_NAME["llama"])
+    model = AssistedModelForCausalLM.from_models(target, "ngram")
+    requests, prompt = Requests(model, 4), random_ids(target, 1, 9)[0]
+    edges: dict[int, Any] = {at: {token: at + 1} for at, token in enumerate(forced)} | {9: {}}
+    for after in ({60: 0}, {END: None}, {44: 9}):
+        grammar = GrammarProcessor(lambda after=after: Automaton({**edges, len(forced): after}))
+        call = CALL | {"do_sample": True, "suppress_tokens": [60], "eos_token_id": 5}
+        call |= {"bad_words_ids": [[END, END]]} if END in after else {}
+        requests.ask(prompt, call | {"logits_processor": [grammar]}, seed=seed)
+    requests.ask(prompt, CALL)
+    found = requests.answers()
+    errors = [asked.error for _, asked in requests.coming]
+    assert [type(error) for error in errors] == [RuntimeError, RuntimeError, ValueError, type(None)]
+    assert "probability tensor" in str(errors[0]) and "allows no token of this vocabulary" in str(errors[2])
+    assert [requests.pieces[number] for number in range(3)] == [forced, [*forced, END], [*forced, 44]]
+    assert found[3].ids.tolist() == target.generate(prompt[None], **CALL)[0].tolist()
+
+
 @pytest.mark.parametrize("draft", ["model", "draft tree", "suffix"])
 def test_a_row_whose_matcher_fails_at_a_draft_goes_on_without(draft: str) -> None:
     """The others keep their drafts, and another text in its row has some."""

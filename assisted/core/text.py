@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import (
 from .host import on_device
 
 _ROW_BY_ROW = {EosTokenCriteria, MaxLengthCriteria, StopStringCriteria}  # they depend on a row's own prefix alone
+NOT_DRAWABLE = "probability tensor contains either `inf`, `nan` or element < 0"  # what `torch.multinomial` says
 _FEW = 64  # columns whose places are listed on the host
 _GROWTH = 4096  # tokens of a row; the first allocation for a longer limit, which then doubles
 
@@ -190,6 +191,10 @@ class Text:
 
     def tell(self, row: int, reason: str) -> None:
         """Note, where rows have reports of their own, why one of them gets no drafts any more."""
+
+    def fail(self, row: int) -> None:
+        """There is nothing to draw a row's next token from."""
+        raise RuntimeError(NOT_DRAWABLE)
 
     def output(self) -> torch.Tensor:
         """All rows as one tensor, [B, longest] int64; shorter rows are filled with the pad token."""

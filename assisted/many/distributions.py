@@ -117,7 +117,7 @@ class OfRows(Distribution):
                     raise
                 self.failed.setdefault(members[0], error)
                 continue
-            if own.grammars:  # where nothing is allowed, the grammar rejects what is drawn, and says so
+            if own.grammars and self.drafts:  # where nothing is allowed, the target rejects what is drawn
                 found = found.masked_fill((found == -torch.inf).all(-1, keepdim=True), 0.0)
             if own.draws is not None:
                 found = _drawn(own.draws, found, counts, of_members, nodes)

@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from ..calls.inputs import LoopInputs
 from ..core.report import Recorder
-from ..core.text import Text
+from ..core.text import NOT_DRAWABLE, Text
 from ..distribution import Distribution
 
 
@@ -99,6 +99,17 @@ class Rows(Text):
     def tell(self, row: int, reason: str) -> None:
         if (recorder := self.asked[row].recorder) is not None:
             recorder.warnings.append(reason)
+
+    def fail(self, row: int) -> None:
+        """End the row with an error: its grammar's, if that allows nothing."""
+        asked, self.ended[row] = self.asked[row], True
+        try:
+            for grammar in asked.distribution.grammars.values():
+                grammar.read(0, self.ids[row], self.lengths[row])
+                grammar.mask(0, (), strict=True)
+            asked.error = RuntimeError(NOT_DRAWABLE)
+        except Exception as error:  # of a library, or of the caller's matcher
+            asked.error = error
 
     def begin(self, row: int, asked: Asked) -> None:
         """Give a row a text."""

@@ -49,6 +49,7 @@ class Guarded(Drafting):
             try:
                 draft = self.drafting.propose(text, budget)
                 if _is_own(self.drafting):
+                    _require_size(draft, self.vocabulary)
                     return draft
                 if not isinstance(draft, Draft):
                     raise TypeError(f"propose: a Draft is expected, got {type(draft).__name__}")
@@ -113,6 +114,14 @@ class Agreed(Guarded):
         if self.do_sample:  # they may have drawn different numbers of tokens
             ranks.share_generator(text.ids.device)
         return Draft.empty(text.rows, text.ids.device)
+
+
+def _require_size(draft: Draft, vocabulary: int) -> None:
+    """Raise ValueError for the draft of a head that was loaded before the target's embeddings were resized."""
+    if draft.q is not None and draft.q.shape[-1] != vocabulary:
+        raise ValueError(
+            f"draft: its distributions are of {draft.q.shape[-1]} tokens, the target's of {vocabulary}; load one of that size"
+        )
 
 
 def _is_own(drafting: Drafting) -> bool:

@@ -28,7 +28,7 @@ def random_block(target: PreTrainedModel, seed: int = 0, **fields: Any) -> Block
         head = BlockHead(BlockConfig.for_target(target, **({"block_size": 5} | fields))).eval()
         with torch.no_grad():
             for name, parameter in head.named_parameters():
-                if name.endswith(("codebook", "kernel", "kernel_projection.weight", "mask_embedding")):
+                if name.endswith(("codebook", "kernel", "kernel_projection.weight", "mask_embedding", "sink_bias")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
                 elif name.endswith("norm.weight"):
                     parameter.add_(torch.rand_like(parameter) * 0.5)
@@ -141,7 +141,10 @@ class Reference:
                 far = kind == SLIDING and key <= last + row - (config.sliding_window or 0)
                 if later or far:
                     scores[:, row, key] = -torch.inf
-        made = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        if config.sinks:
+            sinks = w[f"layers.{index}.self_attn.attention_sink_bias"][:, None, None].expand(-1, len(rows), 1)
+            scores = torch.cat([scores, sinks], -1)
+        made = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(read)], v).flatten(1)
         return made @ w[f"layers.{index}.self_attn.o_proj"].T
 
     def mlp(self, index: int, rows: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sliding": WINDOW,
     "sliding and causal": WINDOW | {"sliding_causal": True},
     "causal": {"causal": True},
+    "sinks": WINDOW | {"sinks": True},
     "dspark": {
         "next_token": True,
         "markov": "vanilla",

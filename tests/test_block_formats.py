@@ -75,6 +75,21 @@ def inner(**fields: Any) -> dict[str, Any]:
 MODELOPT = inner(projector_type="dspark", shift_label=True, use_confidence_head=True, **OF_DSPARK)
 MODELOPT_DSPARK = DSPARK | {"markov": "gated", "confidence": True, "confidence_markov": True}
 
+NEMOTRON = inner(attention_sink_bias=True, causal=True, use_swa=True, swa_window_size=9, sample_from_anchor=False) | {
+    **{
+        "architectures": ["Qwen3DSparkModel"],
+        "pard_token": 5,
+        "dflash_query_causal": True,
+        "attention_sink_bias": True,
+    },
+    **{"layer_types": [SLIDING] * 2, "sliding_window": 9, "dspark_markov_rank": 6, "draft_vocab_size": None},
+    "eagle_aux_hidden_state_layer_ids": [1, 2],
+}
+NEMOTRON_DSPARK = WINDOW | {
+    **{"markov": "vanilla", "markov_rank": 6, "sinks": True, "causal": True, "sliding_causal": True},
+    "last_normed": False,
+}
+
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z-lab": (ZLAB, {}),
     "z-lab, next token": (ZLAB | {"sample_from_anchor": True}, {"next_token": True}),
@@ -116,6 +131,10 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         inner(use_swa=True, swa_window_size=9, causal=False) | {"layer_types": [FULL] * 2, "sliding_window": 9},
         WINDOW,
     ),
+    # nvidia-modelopt 0.47.0 wrote such files on 2026-11-29, with dflash_attention_sink
+    "ModelOpt, sinks": (inner(attention_sink_bias=True, causal=False) | {"attention_sink_bias": True}, {"sinks": True}),
+    # the drafters of Nemotron 3.5, as ggml-org/llama.cpp pull 27804 and NVIDIA/Model-Optimizer pull 2149 have them, 2026-08
+    "Nemotron 3.5, DSpark": (NEMOTRON, NEMOTRON_DSPARK),
     # turboderp-org/exllamav3 issue 390, 2026-09-21
     "DFlash2, older trainer": (ZLAB_2, DFLASH_2),
     "transformers": (MUSE, WINDOW | {"rope": {"rope_type": "default", "rope_theta": 500000.0}}),
@@ -223,6 +242,7 @@ def test_tensors_are_checked_by_name(name, tensor, said, target, tmp_path):
     [
         (inner(projector_type="domino"), "is a Domino drafter, which cannot be read"),
         (ZLAB | {"architectures": ["JetSpecDraftModel"]}, "is a JetSpec drafter"),
+        (ZLAB | {"architectures": ["XPressDraftModel"]}, "is a XPress drafter"),
         (ZLAB | {"architectures": ["DFlashLagunaForCausalLM"]}, "is a Laguna drafter"),
         (ZLAB | {"dspark_block_size": 7}, "DSpark drafter of DeepSeek-V4-Flash"),
         (inner(mask_token_id=None), "mask_token_id is missing"),

@@ -31,6 +31,8 @@ class BlockConfig(HeadConfig):
         mask_token_id: the token whose embedding stands for tokens that are not known; None (default) for `mask_embedding`.
         causal, sliding_causal: full and sliding layers attend to no later row of the block. False by default.
         bias: the attention's projections have biases.
+        sinks: in each layer, every head of the attention has a logit of its own beside the keys', which takes a part of the
+            probability and adds nothing.
         own_output: it has an output embedding [Vd, H] of its own, not the target's.
         embedding_scale: multiplies the rows of the embedding; None (default) embeds as the target's module does.
         logit_scale, logit_cap: logits become cap * tanh(scale * logits / cap); no cap by default.
@@ -50,6 +52,7 @@ class BlockConfig(HeadConfig):
     sliding_causal: bool = False
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1e6})
     bias: bool = False
+    sinks: bool = False
     own_output: bool = False
     embedding_scale: float | None = None
     logit_scale: float = 1.0

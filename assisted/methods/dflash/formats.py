@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..eagle.config import FULL, SLIDING
-from ..eagle.formats import PAST, checked_values, head_as_speculators, layer_of
+from ..eagle.formats import PAST, TAPS, checked_values, head_as_speculators, layer_of
 from ..shared.files import Checkpoint, Layout, agreed, load_head, refuse, require_head, tensors_of, write_head
 from .config import BlockConfig
 from .head import BlockHead
@@ -24,10 +24,10 @@ __all__ = ["is_block", "load_block", "require_block", "save_block"]
 
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 _MUSE = "muse_glimmer_assistant"
-_MARKS = ("DFlash", "DSpark", "Domino", "JetSpec")  # in the architectures of a block drafter
+_MARKS = ("DFlash", "DSpark", "Domino", "JetSpec", "XPress")  # in the architectures of a block drafter
 _REFUSED = {
     f"(?i).*{kind}": f"it is a {kind} drafter, which cannot be read; DFlash, DSpark and DFlash2 can"
-    for kind in ("Domino", "JetSpec", "Laguna", "DFlare")
+    for kind in ("Domino", "JetSpec", "Laguna", "DFlare", "XPress")
 } | {
     r"mtp\.|dspark_block_size$": "it holds the DSpark drafter of DeepSeek-V4-Flash (mtp.*), which cannot be read: its layers "
     "are not Qwen3's",
@@ -43,11 +43,15 @@ _NAMES = (
     *("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"),
 )
 """Tensors that tell the layouts apart."""
-_SAME = ("draft_vocab_size", "block_size", "mask_token_id", "last_normed", "markov_rank", "conv_group_size")
+_SAME = ("draft_vocab_size", "block_size", "last_normed", "conv_group_size", "selector_rank", "selector_top_k")
 _KEYS = {
-    **{name: (name,) for name in (*_SAME, "selector_rank", "selector_top_k")},
+    **{name: (name,) for name in _SAME},
+    # the second names, here and below, are NVIDIA's
+    "mask_token_id": ("mask_token_id", "pard_token"),
+    "markov_rank": ("markov_rank", "dspark_markov_rank"),
+    "sinks": ("attention_sink_bias",),
     "next_token": ("sample_from_anchor", "query_zero_predicts_next", "shift_label"),
-    "causal": ("is_causal", "causal"),
+    "causal": ("is_causal", "causal", "dflash_query_causal"),
     "embedding_scale": ("input_embedding_scale",),
     "logit_scale": ("output_multiplier",),
     "logit_cap": ("final_logit_softcapping",),
@@ -150,9 +154,11 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
         )
     defaults = {
         "next_token": speculators == "dspark" or of_deepspec,
-        # vLLM, which speculators train with, gives the last layer's output before the final norm; transformers after it
-        "last_normed": not speculators,
+        # vLLM, which speculators and NVIDIA train with, gives the last layer's output before the final norm; transformers
+        # after it. NVIDIA's files (Nemotron 3.5) have the ids of vLLM as well
+        "last_normed": not speculators and TAPS not in fields,
         "confidence_markov": "use_confidence_head" in given,  # ModelOpt's always reads the token before
+        "sinks": found.shape("layers.0.self_attn.attention_sink_bias"),
     }
     said |= {name: bool(said.get(name, defaults.get(name))) for name in (*defaults, "causal", "confidence")}
     has_markov = bool(said.get("markov_rank"))

@@ -156,6 +156,8 @@ class _Layer(Qwen3DecoderLayer):
     def __init__(self, config: BlockConfig, layer: Qwen3Config, index: int):
         super().__init__(layer, index)
         self.size = config.head_dim
+        if config.sinks:
+            self.self_attn.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads))
         self.attention_conv = _Convolution(config) if config.conv_size else None
         self.mlp_conv = _Convolution(config) if config.conv_size else None
 
@@ -170,8 +172,14 @@ class _Layer(Qwen3DecoderLayer):
             part = self.self_attn
             queries = part.q_norm(part.q_proj(states).unflatten(-1, (-1, self.size))).transpose(1, 2)
             keys, values = cache.update(*self.keys(states, angles), index)
+            seen = mask
+            if (sinks := getattr(part, "attention_sink_bias", None)) is not None:  # each is the logit of a key of zeros
+                keys, values = (F.pad(heads, (0, 0, 0, 1)) for heads in (keys, values))
+                scores = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, float("-inf"))
+                scores = scores.expand(-1, len(sinks), -1, -1)
+                seen = torch.cat([scores, sinks.to(scores)[:, None, None].expand_as(scores[..., :1])], -1)
             made = F.scaled_dot_product_attention(
-                _turned(queries, angles), keys, values, mask, scale=part.scaling, enable_gqa=True
+                _turned(queries, angles), keys, values, seen, scale=part.scaling, enable_gqa=True
             )
             return part.o_proj(made.transpose(1, 2).flatten(2))
 

@@ -32,7 +32,7 @@ _KEYS = {
 """The names in configs of what is in `EagleConfig`."""
 _BIASES = {"qkv_bias": "self_attn.q_proj", "o_bias": "self_attn.o_proj", "mlp_bias": "mlp.up_proj"}
 _KINDS = ("eagle3", "peagle")  # of speculators
-_TAPS = "eagle_aux_hidden_state_layer_ids"
+TAPS = "eagle_aux_hidden_state_layer_ids"
 _COUNTED = ("target_layer_ids", "aux_hidden_states_layer_ids")  # of DeepSpec and AngelSlim
 _ANGELSLIM = "Eagle3LlamaForCausalLM"
 VERSION = "0.9.0"  # of speculators, for the format written here
@@ -68,7 +68,7 @@ _VALUES: dict[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
     ("rope_scaling", "rope_parameters"): ("an object", lambda v: isinstance(v, dict)),
     ("hidden_act",): ("an activation that transformers knows", lambda v: str(v) in ACT2FN),
     ("layer_types",): ("a list", lambda v: isinstance(v, list)),
-    (_TAPS, *_COUNTED, "aux_hidden_state_layer_ids"): (
+    (TAPS, *_COUNTED, "aux_hidden_state_layer_ids"): (
         "a list of layers",
         lambda v: isinstance(v, list) and bool(v) and all(type(tap) is int for tap in v),
     ),
@@ -225,8 +225,8 @@ def _taps_of(fields: Mapping[str, Any], layers: int) -> tuple[tuple[int, ...], b
     Automodel, give the last layer's output before the final norm. DeepSpec and AngelSlim count layers and take transformers'
     states.
     """
-    top, counted = fields.get(_TAPS), next((fields[name] for name in _COUNTED if fields.get(name) is not None), None)
-    nested = (fields.get("eagle_config") or {}).get(_TAPS)
+    top, counted = fields.get(TAPS), next((fields[name] for name in _COUNTED if fields.get(name) is not None), None)
+    nested = (fields.get("eagle_config") or {}).get(TAPS)
     if top is not None:
         return tuple(top), False
     if counted is not None:
@@ -287,13 +287,13 @@ def _as_eagle(head: EagleHead) -> dict[str, Any]:
     if config.version == 1:
         return {**fields, "bias": config.fc_bias}
     counted = [tap - (min(config.taps) <= 2) for tap in config.taps]  # as SGLang tells layers from states: see _taps_of
-    return {**fields, **_values(config), "eagle_config": {"use_aux_hidden_state": True, _TAPS: counted}}
+    return {**fields, **_values(config), "eagle_config": {"use_aux_hidden_state": True, TAPS: counted}}
 
 
 def _values(config: EagleConfig) -> dict[str, Any]:
     parallel = ("mask_token_id", "parallel_tokens") if config.mask_token_id is None else ()
     values = {names[0]: getattr(config, field) for field, names in _KEYS.items() if field not in parallel}
-    return {**values, _TAPS: list(config.taps)}
+    return {**values, TAPS: list(config.taps)}
 
 
 def head_as_speculators(

@@ -821,9 +821,10 @@ INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
 
 /* STREAMS: of rows that a thread reads at a time, each in the order of memory: with two, it would wait for memory. ROWS: of each of
    them for one thread. SOME: columns whose sums fit in the registers. AT_A_TIME: columns for which the same DEPTH weights of each
-   row are read from the first cache. SOON: bytes from a weight to the one that is asked for. */
+   row are read from the first cache; of a prompt with more than FAR inputs half as many, which stay in the second cache. SOON: bytes
+   from a weight to the one that is asked for. */
 enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, SOME = WIDE == 16 ? 6 : WIDE == 8 ? 3 : 2 };
-enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, DEPTH = WIDE == 8 ? 256 : 1 << 30, SOON = 512 };
+enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, DEPTH = WIDE == 8 ? 256 : 1 << 30, SOON = 512, FAR = 4096 };
 typedef vec Parts[STREAMS][ROWS]; /* sums of a column, each of one row */
 
 /* Whether products with weights in place take no longer than those with packed ones, for a draft's columns. */
@@ -996,7 +997,9 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         return;
     }
 #endif
-    const int64_t outputs = p->rows ? STREAMS * ROWS : TILES * TILE, most = p->rows ? AT_A_TIME : MOST;
+    const int64_t outputs = p->rows ? STREAMS * ROWS : TILES * TILE;
+    const int is_far = WIDE == 8 && n > AT_A_TIME && p->inputs > FAR;
+    const int64_t most = !p->rows ? MOST : is_far ? AT_A_TIME / 2 : AT_A_TIME;
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p->outputs / outputs; t++)
         for (int64_t c = 0, left = (n + most - 1) / most; left; left--) {

@@ -7,7 +7,7 @@ arguments.py, drafts.py and edits.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,10 +22,17 @@ BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + R
 FUSED = ("llama", "mistral", "mistral-window", "qwen2", "qwen3")  # have layers of this package's own: more to get wrong
 ROUTED = ("moe", "mixtral", "gpt_oss", "deepseek", "glm4_moe", "dbrx", "llama4", "minimax", "kimi")
 ROTARY = (*FUSED, "phi3", "olmo2", "granite", "gemma", "stablelm", "starcoder2", "seed_oss", "ernie4_5", "arcee")
+ALONE_UNLIKE = ("nemotron_h", "zamba2")  # read a token alone in another way than several, which rows refuse
+HYBRIDS = ("qwen3_next", "qwen3_5", "lfm2", "jamba", "mamba2")
 ROWS = (1, 2, 3, 5, 8, 12)  # more cost little, and compare more
 KNOWN = 20  # tokens of the prompts that drafts know
 CHANGED = 0.2  # of the cases put somebody's code in the target
 CROWDS = 0.1  # of the cases have rows that come and go
+OF_A_PROMPT = (  # which only rows with settings of their own take
+    *("min_new_tokens", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens"),
+    "exponential_decay_length_penalty",
+)
+WARPING = ("do_sample", "top_k", "top_p", "temperature", "min_p")
 WARPED = ({"top_k": 5}, {"top_p": 0.7}, {"temperature": 0.6, "top_k": 0}, {"min_p": 0.1, "temperature": 1.5})
 ALONE = {  # arguments of `generate` that rows do not take
     *(
@@ -35,6 +42,7 @@ ALONE = {  # arguments of `generate` that rows do not take
         "output_scores",
         "output_logits",
         "num_beams",
+        "output_hidden_states",
         "embeds",
     ),
     "prefill_chunk_size",  # with which transformers reads some recurrent models wrongly, and a row does not
@@ -186,13 +194,26 @@ def _crowded(chance: random.Random, case: Case) -> Case:
     """The case with rows that come and go in place of its calls."""
     if BY_NAME[case.architecture].masks == "2d":  # whose rows advance in lockstep
         case = replace(case, architecture=chance.choice(FUSED), config={})
-    steps: list[Crowd | Edit] = [_crowd(chance)]
-    for _ in range(chance.choice((0, 1, 2))):
-        steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100))] if chance.random() < 0.3 else []
-        steps.append(_crowd(chance))
-    if chance.random() < 0.4:
+    if case.architecture in ALONE_UNLIKE:
+        case = replace(case, architecture=chance.choice(HYBRIDS), config={})
+    config = dict(case.config)
+    config.pop("max_position_embeddings", None)  # an index beyond them is the error of all rows
+    if config.get("rope_parameters", {}).get("rope_type") in ("dynamic", "longrope"):
+        del config["rope_parameters"]  # with one length for all rows
+    case = replace(case, config=config)
+    if chance.random() < 0.4 or case.draft in drafts.IN_LOCKSTEP:
         kinds = drafts.HEADS if chance.random() < 0.6 else drafts.NAMES
+        kinds = {name: weight for name, weight in kinds.items() if name not in drafts.IN_LOCKSTEP}
         case = replace(case, draft=chance.choices(list(kinds), list(kinds.values()))[0])
+    about = BY_NAME[case.architecture]
+    if about in RECURRENT:  # rows run their states over columns, which `eager` does not
+        kinds = drafts.FOR_STATES + (drafts.COPIES if about in drafts.APART else ())
+        case = replace(case, fast="auto", draft=case.draft if case.draft in kinds else chance.choice(kinds))
+    elif drafts.refuses(case.draft, about):
+        case = replace(case, architecture=chance.choice(FUSED), config={})
+    steps: list[Crowd | Edit] = list(_crowds(chance))
+    if chance.random() < 0.4:
+        steps += [Edit(chance.choice(edits.NAMES), chance.randrange(100)), *_crowds(chance)]
     routed = any(name in case.architecture for name in ROUTED)
     weights_as, dtype = "views" if chance.random() < 0.05 else "", "float32"
     if chance.random() < 0.15 and not (
@@ -204,31 +225,44 @@ def _crowded(chance: random.Random, case: Case) -> Case:
     return replace(case, bits=False, dtype=dtype, weights_as=weights_as, steps=tuple(steps))
 
 
-def _crowd(chance: random.Random) -> Crowd:
-    requests, many = [], chance.random() < 0.4
-    for _ in range(chance.choice((2, 6, 12, 18, 24))):
+def _crowds(chance: random.Random) -> Iterator[Crowd]:
+    """The same texts several times, each time in other rows and in another order: the target alone writes them once."""
+    texts, many = _texts(chance), chance.random() < 0.4
+    if many:  # all have the arguments of the first one
+        given = {name: value for name, value in texts[0].call.arguments.items() if name not in (*WARPING, *OF_A_PROMPT)}
+        texts = [replace(one, call=replace(one.call, arguments=given), draws=None) for one in texts]
+    for _ in range(chance.choice((2, 3, 4))):
+        requests = [
+            replace(
+                one,
+                when=chance.choice((0, 0, chance.randint(1, 40))),
+                patience=chance.choice((999, 999, 999, 999, chance.randint(0, 12))),
+            )
+            for one in chance.sample(texts, len(texts))
+        ]
+        chunk = None if many and chance.random() < 0.7 else chance.choice((1, 4, 7, 7, 20, 256))
+        rows = chance.choice((1, 2, 3, 4, 6, 8))
+        yield Crowd(tuple(requests), rows, chunk, chunk is not None and chance.random() < 0.6)
+
+
+def _texts(chance: random.Random) -> list[Request]:
+    found = []
+    for _ in range(chance.choice((2, 5, 8, 12, 12))):
         call = _call(chance, 1, False)
-        if many and requests:  # all have the arguments of the first one
-            call = replace(call, arguments=requests[0].call.arguments)
-        else:
-            call = replace(call, arguments={name: value for name, value in call.arguments.items() if name not in ALONE})
-            call.arguments.update(_of_row(chance))
-        if "do_sample" not in call.arguments and not many and chance.random() < 0.25:
-            call = replace(call, arguments={**call.arguments, "do_sample": True, **chance.choice(WARPED)})
-        if chance.random() < 0.04:
-            call = replace(call, prompt="pads")
-        requests.append(
+        given = {name: value for name, value in call.arguments.items() if name not in ALONE} | _of_row(chance)
+        given["max_new_tokens"] = 1 if chance.random() < 0.05 else chance.choice((7, 30, 50, 60))
+        if "do_sample" not in given and chance.random() < 0.25:
+            given |= {"do_sample": True, **chance.choice(WARPED)}
+        prompt = "pads" if chance.random() < 0.04 else call.prompt
+        found.append(
             Request(
-                replace(call, pads="left"),
-                0 if call.prompt in ("known", "pads") else chance.choice((0, 0, 3, 11, 40)),
+                replace(call, pads="left", prompt=prompt, arguments=given),
+                0 if prompt in ("known", "pads") else chance.choice((0, 0, 3, 11, 40)),
                 chance.choice((0, 0, 0, chance.randint(1, 30))),
-                chance.choice((0, 0, chance.randint(1, 40))),
-                chance.choice((999, 999, 999, chance.randint(0, 12))),
-                chance.randrange(100) if call.arguments.get("do_sample") and not many else None,
+                draws=chance.randrange(100) if given.get("do_sample") else None,
             )
         )
-    chunk = None if many else chance.choice((1, 4, 7, 256))
-    return Crowd(tuple(requests), chance.choice((1, 2, 3, 3, 4, 6)), chunk, chunk is not None and chance.random() < 0.6)
+    return found
 
 
 def _of_row(chance: random.Random) -> dict[str, Any]:

@@ -5,15 +5,28 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from architectures import ARCHITECTURES, RECURRENT, build, half_right
+from architectures import ARCHITECTURES, RECURRENT, Architecture, build, half_right
 from methods import METHODS, half_heard
 from transformers import PreTrainedModel
 
 from assisted import Combined, DraftModel, Merged, NGram, Suffix
 
-__all__ = ["FROM_TEXT", "HEADS", "KINDS", "NAMES", "draft_for"]
+__all__ = [
+    "APART",
+    "COPIES",
+    "FOR_STATES",
+    "FROM_TEXT",
+    "HEADS",
+    "IN_LOCKSTEP",
+    "KINDS",
+    "NAMES",
+    "draft_for",
+    "refuses",
+]
 
 _BY_NAME = {method.name: method.draft for method in METHODS}
+_REFUSES = {method.name: method.refuses for method in METHODS}
+APART = [one for one in RECURRENT if one.name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "mamba", "jamba", "zamba")]
 
 NAMES: dict[str, int] = {  # and how often each is drawn; those that are trained first take a second
     **{name: 4 for name in _BY_NAME},
@@ -43,8 +56,15 @@ FROM_TEXT = ("ngram", "suffix", "suffix tree", "recycle", "combined texts", "lla
 HEADS = {  # in crowds, where one head has many texts
     **{name: 1 for name in ("eagle-1, chains", "eagle-3, trees", "eagle-3, window", "p-eagle", "medusa", "blockwise")},
     **{name: 1 for name in ("mtp, chains", "mtp, trees", "assistant, chains", "assistant, trees", "dflash, chains")},
-    **{name: 1 for name in ("dspark, trees", "heads", "merged heads", "recurrent", "layer-skip", "early-exit")},
+    **{name: 1 for name in ("dspark, trees", "heads", "merged heads", "recurrent, rows apart", "layer-skip")},
+    **{name: 1 for name in ("early-exit", "self:int8-torchao")},
 }
+FOR_STATES = (  # in crowds, for targets with states
+    *("ngram", "suffix", "suffix tree", "combined texts", "llama", "recurrent, rows apart"),
+    *("medusa", "blockwise", "eagle-1, chains", "eagle-3, trees"),
+)
+COPIES = ("draft-model", "itself", "combined")  # of such a target, if their rows need not advance in lockstep
+IN_LOCKSTEP = ("recurrent", "recycle")  # which crowds refuse
 KINDS = {  # of the table of crowds
     "EAGLE heads": ("eagle-1, chains", "eagle-3, trees", "eagle-3, window", "p-eagle"),
     "MTP heads": ("mtp, chains", "mtp, trees"),
@@ -54,7 +74,7 @@ KINDS = {  # of the table of crowds
     "early exit": ("early-exit", "early-exit:1"),
     "layer-skip": ("layer-skip",),
     "text drafts": ("ngram", "suffix", "suffix tree", "recycle", "combined texts"),
-    "recurrent drafts": ("recurrent",),
+    "recurrent drafts": ("recurrent, rows apart",),
     "quantized drafts": ("self:int8-torchao",),
     "lists of drafts": ("combined", "pard, continued", "failing member", "heads", "merged", "merged heads"),
     "draft models": (*("draft-model", "draft-model, window", "draft-tree", "pard", "itself", "stranger", "llama"),),
@@ -84,6 +104,12 @@ class _Failing(NGram):
         return drafter
 
 
+@functools.cache
+def refuses(name: str, architecture: Architecture) -> bool:
+    """Whether a draft says when it is loaded that it cannot serve an architecture."""
+    return name in _REFUSES and _REFUSES[name](architecture)
+
+
 def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> Any:
     """What is passed as `draft=`. rebuilt: the same weights in another object, which a draft may be."""
     if name.startswith("suffix"):
@@ -98,8 +124,8 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
         return other.eval()
     if name == "llama":
         return build(ARCHITECTURES[0])
-    if name == "recurrent":
-        return _recurrent(target)
+    if name.startswith("recurrent"):
+        return _recurrent(target, RECURRENT if name == "recurrent" else APART)
     if name == "combined":
         return Combined((Suffix(corpus=_corpus(target)), DraftModel(half_right(target))))
     if name == "pard, continued":
@@ -114,9 +140,9 @@ def draft_for(name: str, target: PreTrainedModel, rebuilt: PreTrainedModel) -> A
     return name
 
 
-def _recurrent(target: PreTrainedModel) -> PreTrainedModel:
+def _recurrent(target: PreTrainedModel, kinds: list[Architecture]) -> PreTrainedModel:
     """A recurrent or hybrid draft model; which, its target's size decides."""
-    return build(RECURRENT[sum(p.numel() for p in target.parameters()) % len(RECURRENT)])
+    return build(kinds[sum(p.numel() for p in target.parameters()) % len(kinds)])
 
 
 def _corpus(target: PreTrainedModel) -> Any:

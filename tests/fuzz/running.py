@@ -145,16 +145,18 @@ def _run(case: Case, outcome: Outcome, undos: list[edits.Undo]) -> None:
     baseline = _Undrafted(pair) if case.bits else alone
     edited = any(isinstance(step, Edit) for step in case.steps)
     talk: _Talk | None = None
+    texts: dict[str, _Alone] = {}  # of crowds, by what is asked
     change, written = None, None  # the change at present, and the text without it
     for step in case.steps:
         if isinstance(step, Edit):
             change = step.name if step.name in changes.NAMES else None
+            texts.clear()
             before = len(undos)
             edits.edit(step.name, step.seed, [alone, target], undos)
             assert len(undos) <= before + 1
             continue
         if isinstance(step, Crowd):
-            if not _compare_crowd(step, alone, pair, outcome):
+            if not _compare_crowd(step, alone, pair, outcome, texts):
                 return
             continue
         talk = _Talk.begun(step, alone) if talk is None or not step.continues else talk.gone_on(step, alone)
@@ -344,9 +346,12 @@ def _computed_in(model: PreTrainedModel) -> torch.dtype:
     return torch.bfloat16 if coarse else model.dtype
 
 
-def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Outcome) -> bool:
-    """Run a crowd, and each of its texts on the target alone. Returns whether nothing differs."""
-    asked = [_Alone.of(request, alone) for request in crowd.requests]
+def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Outcome, texts: dict[str, _Alone]) -> bool:
+    """Run a crowd, and each of its texts on the target alone. Returns whether nothing differs.
+
+    texts: by what is asked, those of crowds before, which the target alone does not write again.
+    """
+    asked = [_Alone.of(request, alone, texts) for request in crowd.requests]
     pair.sessions = SessionPool() if crowd.pool else None
     try:
         found, report = _together(crowd, asked, alone, pair, outcome)
@@ -363,13 +368,15 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
     outcome.accepted += report.accepted
     dtype = _computed_in(alone)
     for number, ours in found.items():
-        one = asked[number].written(alone)
+        one, request = asked[number].written(alone), crowd.requests[number]
         if one.text is None:
-            outcome.both_raise.append("a text that the target alone does not write")
+            if ours.shape[1] < one.talk.ids.shape[1] + request.patience:
+                outcome.failures.append(f"text {number}: only the target alone raises")
+                return False
             continue
         outcome.calls += 1
         text, prompt = one.text, one.talk.ids.shape[1]
-        if one.request.patience + prompt <= ours.shape[1]:
+        if request.patience + prompt <= ours.shape[1]:
             text = text[:, : ours.shape[1]]
         explain = functools.partial(_scores, one.request.call, one.talk, alone, None, one.text)
         compared, failed = outcome.tokens, len(outcome.failures)
@@ -377,7 +384,7 @@ def _compare_crowd(crowd: Crowd, alone: PreTrainedModel, pair: Any, outcome: Out
         if same is None:
             same = same_text(one.request.call, text, ours, prompt, explain, outcome, dtype)
         assert outcome.case is not None
-        for name in traits(outcome.case, crowd, one.request):
+        for name in traits(outcome.case, crowd, request):
             counts = outcome.traits.setdefault(name, [0, 0])
             counts[0] += outcome.tokens - compared
             counts[1] += len(outcome.failures) > failed
@@ -398,46 +405,56 @@ def _together(
         return {answer.index: answer.ids[None] for answer in answers}, pair.report
     requests, numbers = Requests(pair, crowd.rows, crowd.chunk), []
     for number, one in enumerate(asked):
-        made = arguments.made(one.request.call.arguments, alone, one.talk.ids)
+        made, request = arguments.made(one.request.call.arguments, alone, one.talk.ids), crowd.requests[number]
         try:
-            requests.ask(one.talk.ids[0], made, one.request.when, one.request.patience, one.request.draws)
+            requests.ask(one.talk.ids[0], made, request.when, request.patience, request.draws)
             numbers.append(number)
         except ValueError as raised:
             outcome.refused.append(_said(raised))
     if requests.batch is None:
         return {}, outcome
     answers = requests.answers()
-    for _, each in requests.coming:
-        if each.error is not None:
-            raise each.error
     if len(answers) != len(numbers):
         raise AssertionError(f"{len(answers)} answers to {len(numbers)} requests")
+    for at, (_, each) in enumerate(requests.coming):
+        if each.error is not None:
+            if asked[numbers[at]].written(alone).text is not None:
+                raise each.error
+            outcome.both_raise.append(_said(each.error))
+            del answers[at]
     return {numbers[at]: answer.ids[None] for at, answer in answers.items()}, requests.batch.recorder
 
 
 @dataclass
 class _Alone:
     """A request, and once it is `written` its text by the target alone, [1, L]; None where that raises. margins: of the tokens
-    that it drew."""
+    that it drew. Requests that differ in when they come and how long they stay have the same text."""
 
     request: Request
     talk: _Talk
+    is_written: bool = False
     text: torch.Tensor | None = None
     margins: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, request: Request, model: PreTrainedModel) -> _Alone:
-        call = request.call
+    def of(cls, request: Request, model: PreTrainedModel, texts: dict[str, _Alone]) -> _Alone:
+        call, key = request.call, repr(replace(request, when=0, patience=0))
+        if key in texts:
+            return texts[key]
         ids = _Talk.begun(replace(call, lengths=call.lengths * 8), model).ids[call.seed % 8][None].clone()
         shared = min(request.shares, ids.shape[1])
         ids[:, :shared] = _tokens(1, KNOWN * 3, 7)[:, :shared]
         if request.told:
             plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": request.told}
             ids = model.generate(ids, attention_mask=torch.ones_like(ids), **plain)
-        return cls(request, _Talk(ids, torch.ones_like(ids)))
+        texts[key] = cls(request, _Talk(ids, torch.ones_like(ids)))
+        return texts[key]
 
     def written(self, model: PreTrainedModel) -> _Alone:
         """The same, after the target has written it."""
+        if self.is_written:
+            return self
+        self.is_written = True
         with contextlib.suppress(Exception), self.drawing():
             self.text = _sequences(_generate(model, self.request.call, self.talk, None, model)[0])
         return self
@@ -451,6 +468,8 @@ class _Alone:
         draws, own = Draws(1, self.request.draws), torch.multinomial
 
         def drawn(p: torch.Tensor, num_samples: int) -> torch.Tensor:
+            if not p.isfinite().all():
+                return own(p, num_samples)  # which raises
             length = self.talk.ids.shape[1] + len(self.margins)
             token = draws.sample(p[:, None], [length])
             sums = p[0].double().cumsum(-1)

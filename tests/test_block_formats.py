@@ -102,7 +102,8 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "z-lab, DFlash2": (ZLAB_2, DFLASH_2),
     "DeepSpec": (DEEPSPEC, DSPARK | {"markov": "rnn", "confidence": True, "confidence_markov": True}),
     "DeepSpec, DFlash": (DEEPSPEC_DFLASH, {"next_token": True}),
-    "SpecForge": (SPECFORGE, {"markov": "gated", "markov_rank": 6}),
+    # the labels of specforge 0.2.0, OnlineDSparkModel, begin with the token after the anchor: run on 2026-11-29
+    "SpecForge": (SPECFORGE, DSPARK | {"markov": "gated"}),
     "speculators, DFlash": (SPECULATORS, VLLM),
     "speculators, DSpark": (
         SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 6, "markov_head_type": "vanilla"},

@@ -126,7 +126,6 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
             f"draft: {folder} is no block drafter, or its config.json is incomplete: {key} is {ids!r}, but it has to list the "
             "target's layers that the drafter reads"
         )
-    # raw DeepSpec files predict the next token and do not say so; all others say so, or do not
     of_deepspec = not (speculators or is_muse or "dflash_config" in fields)
     said = ({"block_size": 16} if "dflash_config" in fields else {}) | agreed(given, _KEYS)
     required = ("block_size",) if found.shape("mask_embedding") else ("block_size", "mask_token_id")
@@ -153,7 +152,8 @@ def _opened(folder: Path, target: PreTrainedModel) -> tuple[Checkpoint, BlockCon
             f"draft: {folder} holds fc.weight for {read} numbers, which are not those of {len(ids)} layers"
         )
     defaults = {
-        "next_token": speculators == "dspark" or of_deepspec,
+        # SpecForge's labels begin after the anchor, too, and neither DeepSpec's nor its files say so
+        "next_token": of_deepspec or any("dspark" in str(kind).lower() for kind in (*kinds, speculators)),
         # vLLM, which speculators and NVIDIA train with, gives the last layer's output before the final norm; transformers
         # after it. NVIDIA's files (Nemotron 3.5) have the ids of vLLM as well
         "last_normed": not speculators and TAPS not in fields,

@@ -78,16 +78,16 @@ def turns(
 
 
 class FirstToken(BaseStreamer):
-    """A streamer that notes when the first token comes. What it gets before that is the prompt.
+    """A streamer that notes when the first token and the end come. What it gets before that is the prompt.
 
     Attributes:
         started: when it was made.
-        seconds: from then until the first token; NaN before it comes.
+        seconds, total: from then until the first token, and until the end; NaN before it comes.
     """
 
     def __init__(self, device: torch.device):
-        self.started = now(device)
-        self.seconds = float("nan")
+        self.device, self.started = device, now(device)
+        self.seconds = self.total = float("nan")
         self._pieces = 0
 
     def put(self, value: torch.Tensor) -> None:
@@ -96,4 +96,4 @@ class FirstToken(BaseStreamer):
             self.seconds = now() - self.started
 
     def end(self) -> None:
-        pass
+        self.total = now(self.device) - self.started

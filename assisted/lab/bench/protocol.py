@@ -82,7 +82,8 @@ class Measured:
         passes: the target's forward passes times their rows, those over the prompts included. A hook counts them in the repeat
             that warms up. None where nothing was counted.
         drafted: tokens that these forward passes checked.
-        first_token: seconds until a streamer got the first token, batch by batch, in a repeat of its own.
+        first_token, all_tokens: seconds until a streamer got the first token, and the end, batch by batch, in repeats of their
+            own.
         working_bytes: the most that a call allocated on top of what was allocated before; None where unknown.
         report: the package's own, over all timed repeats.
         largest_gap: as of `Row`.
@@ -96,6 +97,7 @@ class Measured:
     passes: int | None = None
     drafted: int = 0
     first_token: list[float] = field(default_factory=list)
+    all_tokens: list[float] = field(default_factory=list)
     working_bytes: int | None = None
     report: Report | None = None
     largest_gap: float | None = None
@@ -241,6 +243,7 @@ class _Runner:
         streamer = FirstToken(device)
         self.run(one, number, seed=number, streamer=streamer)
         one.first_token.append(streamer.seconds)
+        one.all_tokens.append(streamer.total)
         if device.type == "cuda":
             one.working_bytes = max(torch.cuda.max_memory_allocated(device) - before, one.working_bytes or 0)
 

@@ -42,6 +42,7 @@ class Row:
         repeated_4grams: share of the written 4-grams that occurred before in the same row.
         draft, verify: share of the time for drafting, and for the target's forward passes; only for this package's drafters.
         first_token_milliseconds: until the first token came, median over batches.
+        later_token_milliseconds: for each of the other tokens of these calls, median over batches.
         draft_bytes: of weights besides the target's.
         working_bytes_over_plain: what a call allocates beyond plain's and beyond `draft_bytes`; None where not measured.
         seconds: [R, N] of R repeats over N batches. All times above can be computed from them.
@@ -67,6 +68,7 @@ class Row:
     draft: float | None = None
     verify: float | None = None
     first_token_milliseconds: float | None = None
+    later_token_milliseconds: float | None = None
     draft_bytes: int = 0
     working_bytes_over_plain: int | None = None
     seconds: tuple[tuple[float, ...], ...] = ()
@@ -225,9 +227,15 @@ def _row(
         draft=None if report is None else report.draft_seconds / report.seconds,
         verify=None if report is None else report.verify_seconds / report.seconds,
         first_token_milliseconds=1e3 * median(one.first_token) if one.first_token else None,
+        later_token_milliseconds=_later(one),
         draft_bytes=who.draft_bytes,
         working_bytes_over_plain=working,
     )
+
+
+def _later(one: Measured) -> float | None:
+    found = [each - first for first, each in zip(one.first_token, one.all_tokens, strict=True)]
+    return 1e3 * median(found) / (len(one.tokens[0]) - 1) if found and len(one.tokens[0]) > 1 else None
 
 
 def _of_category(one: Measured, batches: Sequence[Batch], category: str) -> list[list[float]]:

@@ -116,7 +116,7 @@ MUTANTS = [
     ("distribution.py", "groups[len(prefix)].append((row, node))", "groups[0].append((row, node))"),
     ("distribution.py", "not all(map(self._is_known, self.processors))", "not any(map(self._is_known, self.processors))"),
     ("verification.py", "columns = [0, *(node + 1 for node in walk)]", "columns = [0, *(node for node in walk)]"),
-    ("verification.py", "if any(len(new[row]) < len(path[row])", "if all(len(new[row]) < len(path[row])"),
+    ("verification.py", "if len(new[row]) < len(path[row]):", "if len(new[row]) < len(path[row]) and row:"),
     ("lockstep.py", "or text.padded_rows != before:", "or False:"),
     ("lockstep.py", "child = child.masked_fill(padded, step + 1)", "child = child.masked_fill(padded, step)"),
     ("decoding.py", "text.room - 1, room - 1)", "room - 1)"),

@@ -180,12 +180,8 @@ class Distribution:
         return scores.view_as(logits)
 
     def for_draft(self) -> Distribution:
-        """The distribution for drafts: without processors that must see committed prefixes only. Those that keep a tensor for
-        the vocabulary of the first scores are copied, since a head may know fewer tokens than its target."""
-        known = LogitsProcessorList(
-            copy.copy(one) if isinstance(one, SequenceBiasLogitsProcessor) else one
-            for one in filter(self._is_known, self.processors)
-        )
+        """The distribution for drafts: without processors that must see committed prefixes only."""
+        known = LogitsProcessorList(map(_apart, filter(self._is_known, self.processors)))
         return Distribution(known, self.do_sample, grammars=self.grammars, drafts=True)
 
     @contextmanager
@@ -315,6 +311,12 @@ class Distribution:
     def _ends(self) -> dict[int, torch.Tensor]:
         """End-of-text tokens, [e] int64, by id of the processor."""
         return {}
+
+
+def _apart(one: LogitsProcessor) -> LogitsProcessor:
+    """A processor for drafts. One that keeps a tensor for the vocabulary of its first scores is copied, since a head may know
+    fewer tokens than its target."""
+    return copy.copy(one) if isinstance(one, SequenceBiasLogitsProcessor) else one
 
 
 def probabilities(scores: torch.Tensor) -> torch.Tensor:

@@ -131,14 +131,14 @@ def shares(rests: Sequence[int], most: int, rows: int, waited: bool) -> list[int
     The shortest rest goes first, and if it is read to its end, no others are, so that its text begins without them. The prompt
     that came first gets at least a row's share every second time, so that further ones don't hold it up.
 
-    rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch. waited: whether the first
-    prompt had nothing of the time before.
+    rests: tokens to be read of each prompt, in the order in which they came. rows: of the batch. waited: whether nothing was
+    read of the first one before the last round.
     """
-    found, shortest = [0] * len(rests), min(range(len(rests)), key=rests.__getitem__)
-    if waited or rests[shortest] > most:
+    found, order = [0] * len(rests), sorted(range(len(rests)), key=rests.__getitem__)
+    if waited or rests[order[0]] > most:
         found[0] = min(rests[0], most, max(1, most // rows))
     left = most - found[0]
-    for place in sorted(range(len(rests)), key=rests.__getitem__):
+    for place in order:
         more = min(rests[place] - found[place], left)
         found[place], left = found[place] + more, left - more
         if found[place] == rests[place] > 0:

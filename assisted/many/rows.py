@@ -161,7 +161,7 @@ class Batch:
         self.begun: dict[int, Reading] = {}  # by row, the prompt that it holds, also after the end of its text
         self.shares = chunk is None or self.pool is not None  # prompts take over what others have read
         self.waits: Callable[[], bool] = lambda: False
-        self.waited = False  # the prompt that came first, while another one was read to its end
+        self.waited = False  # nothing was read of the prompt that came first, since another one was read to its end
         self.distribution = OfRows([None] * rows)
         self.text = text = Rows(
             rows,

@@ -6,6 +6,8 @@ row's length. `commit` keeps some of them; the next forward pass overwrites the 
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ Paths = Sequence[Sequence[int]]
 
 _GROWTH = 512  # slots; the first allocation for a text of unknown length, which then doubles
 _LEAST_GROWTH = 32  # where memory is short
+_LARGE = 2**20  # bytes; smaller blocks are faster from memory that the process has freed before
 
 
 class SlotLayer(UnboundedLayer):
@@ -36,8 +39,8 @@ class SlotLayer(UnboundedLayer):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         rows, size = self.slots.rows, self.slots.capacity
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], size, key_states.shape[-1])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], size, value_states.shape[-1])
+        self.keys = zeros(key_states, rows, key_states.shape[1], size, key_states.shape[-1])
+        self.values = zeros(value_states, rows, value_states.shape[1], size, value_states.shape[-1])
         self.is_initialized = True
 
     def hold(self, layer: Any, length: int) -> None:
@@ -403,7 +406,19 @@ class SlotCache(Cache):
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
 
 
+def zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Zeros for slots. In main memory, large ones take none before they are written: most of a batch's rows are often free."""
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or size < _LARGE:
+        return like.new_zeros(shape)
+    own = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # a forked process gets copies
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, **own), dtype=like.dtype).view(shape)
+    except OSError:
+        return like.new_zeros(shape)  # which says that there is no room
+
+
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    larger = store.new_zeros(*store.shape[:2], capacity, store.shape[3])
+    larger = zeros(store, *store.shape[:2], capacity, store.shape[3])
     larger[:, :, : store.shape[2]] = store
     return larger

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +31,9 @@ from transformers import (
 
 from assisted import AssistedModelForCausalLM, NGram, Suffix
 from assisted.cli.main import main
+from assisted.engine.libraries import gguf_splits
 from assisted.lab.handover import ENGINES, hand_over
+from assisted.loading.gguf_tokenizer import SPLITS
 from assisted.methods.eagle.config import EagleConfig
 from assisted.methods.eagle.formats import load_eagle, save_eagle
 from assisted.methods.eagle.head import EagleHead
@@ -352,6 +354,27 @@ def test_gguf_of_a_pair(models_of: Path, tmp_path: Path) -> None:
     AssistedModelForCausalLM.from_pretrained(
         tmp_path / "out" / "target.gguf", draft=str(tmp_path / "out" / "draft.gguf")
     )
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", "as SmolLM2's own", "seed-coder", "deepseek-coder", "qwen2"])
+def test_how_gguf_files_say_that_text_is_cut(name: str, tmp_path: Path) -> None:
+    """Also of a pair that came from a GGUF file, whose tokenizer cuts text by the regular expressions of llama.cpp."""
+    gguf = pytest.importorskip("gguf", reason="needs the `gguf` extra")
+    splits = SPLITS.get(name) or ((gguf_splits()[name],) if name == "qwen2" else ())
+    parts: list[Any] = [pre_tokenizers.Split(Regex(split), "isolated") for split in splits]
+    if name == "as SmolLM2's own":
+        parts.append(pre_tokenizers.Digits(individual_digits=True))
+    parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits))
+    own = words(pre_tokenizers.Sequence(parts))
+    target = saved(tmp_path / "target", llama(), LlamaForCausalLM, own)
+    hand_over("llamacpp", target, tmp_path / "out", "ngram")
+    file = str(tmp_path / "out" / "target.gguf")
+    stated = gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents()
+    assert stated == ("smollm" if "SmolLM2" in name else name)
+    again = AssistedModelForCausalLM.from_pretrained(file, draft="ngram")
+    text = "def f1(x):\n  return 12 + x"
+    assert again.tokenizer(text).input_ids == own(text).input_ids
+    hand_over("llamacpp", file, tmp_path / "again", "ngram")
 
 
 def test_what_gguf_files_cannot_hold(models_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

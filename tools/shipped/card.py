@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assisted.lab.bench import held_out_prompts, repeated_share
-from assisted.methods import MTP, Eagle, Medusa
+from assisted.methods import MTP, DFlash, Eagle, Medusa
 from assisted.modeling import AssistedModelForCausalLM
 from assisted.zoo import HEADS, corpus
 
@@ -32,6 +32,11 @@ WINDOWS = 60
 PROMPTS, NEW_TOKENS = 40, 48
 CHAIN = 4  # tokens of a head's chain, as many as there are Medusa heads
 TREE_NODES, TREE_DEPTH = 32, 6
+KINDS: dict[str, tuple[Any, dict[str, int]]] = {
+    "eagle": (Eagle, {"top_k": 6}),
+    "medusa": (Medusa, {}),
+    "dflash": (DFlash, {}),
+}
 SHOWN = 10
 SHOWN_TOKENS = 64
 
@@ -116,7 +121,7 @@ def head(models: Path, name: str) -> Head:
     """Trained heads with the target, and how they were trained, from the training.json in their folder."""
     folder = models / name
     about = json.loads((folder / "training.json").read_text())
-    kind, options = (Eagle, {"top_k": 6}) if about["method"] == "eagle" else (Medusa, {})
+    kind, options = KINDS[about["method"]]
 
     def load(tree: bool, **options: Any) -> AssistedModelForCausalLM:
         spec = kind(str(folder), tree=tree, **options)

@@ -128,7 +128,7 @@ class Runner:
 
     @property
     def runs(self) -> str:
-        """What its forward passes run as, for `core.report.passes`."""
+        """What its forward passes run as, for `report.passes`."""
         return self.passes.runs or self.prepared.runs
 
     @property

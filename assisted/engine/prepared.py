@@ -32,7 +32,7 @@ class CallSettings:
     outlives: bool = False  # a session keeps the slots of the target and of the drafter after the call
     spent_once: float = 0.0  # seconds that the call has spent so far on one-time work, mainly captures
     ranks: Ranks = ALONE  # the processes that must decide alike, because each holds a part of the weights
-    # what has failed in this call and only cost speed, for `core.report.warnings`
+    # what has failed in this call and only cost speed, for `report.warnings`
     warnings: list[str] = field(default_factory=list)
     source: Any = None  # the target as `fast.sources.Source` has read it for a pool, once for all texts of the call
     read: Any = None  # the target's `fast.sources.Weights`, if the call has just read them, until they are used
@@ -110,7 +110,7 @@ class PreparedModule:
     # modules in it whose output is needed in addition to the forward's, by index of the hidden state
     taps: Mapping[int, Tap] = field(default_factory=dict)
     inject: Inject | None = None  # for parts and heads, the module that holds their input states
-    runs: str = "eager"  # how, for `core.report.passes`
+    runs: str = "eager"  # how, for `report.passes`
     # runs all layers, given their list, hidden states and a layer's further arguments
     run_layers: Callable[..., torch.Tensor] = one_by_one
     keeps_bits: bool = False  # a column has the same bits whatever else a forward pass computes

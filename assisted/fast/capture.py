@@ -65,7 +65,7 @@ class Captures:
     Attributes:
         takes_constants: whether weights are compiled into code, if they may be copied.
         confirms: whether the first replay of every call is compared with the eager function.
-        runs: what the functions run as, for `core.report.passes`.
+        runs: what the functions run as, for `report.passes`.
         most: how many captures are kept; the least recently used one is dropped first.
         held: the captures, by shape or another key.
         trusted: sorts whose captures reproduced the eager function.

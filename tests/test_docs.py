@@ -8,6 +8,7 @@ that module is not installed.
 from __future__ import annotations
 
 import io
+import pydoc
 import re
 import shlex
 import textwrap
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import assisted
 from assisted import methods as drafters
 from assisted.cli.main import main
 from assisted.methods.shared import registry
@@ -89,6 +91,19 @@ def test_code_is_python(page: Path) -> None:
     """Also the blocks that are not run."""
     for block in python_blocks(page):
         compile("\n" * (block.line - 1) + block.text, str(page), "exec")
+
+
+NAME = re.compile(r"`(?:assisted\.)?([a-z_]+(?:\.\w+)+)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_names_exist(page: Path) -> None:
+    """Modules, and what is in them, by the names that a page gives them with or without the package's."""
+    rooms = {path.stem for path in Path(assisted.__file__).parent.iterdir()}
+    files = (".py", ".json", ".md", ".c", ".h")
+    named = {name for name in NAME.findall(page.read_text(encoding="utf-8")) if not name.endswith(files)}
+    for name in (name for name in named if name.split(".")[0] in rooms):
+        assert pydoc.locate(f"assisted.{name}") is not None, name
 
 
 def test_blocks_are_found() -> None:

@@ -14,10 +14,11 @@ from encoder_decoders import BY_NAME as ENCODER_DECODERS
 from fuzz.weights import RoundedBeyondTwoDimensions, RoundedByPass, RoundedByToken
 from pairs import CALL
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from assisted import AssistedModelForCausalLM, zoo
 from assisted.engine.trust import trust
-from assisted.engine.verifiable import mixes_tokens
+from assisted.engine.verifiable import mixes_tokens, require_verifiable
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES + RECURRENT}
 
@@ -138,6 +139,20 @@ def test_what_mixes_tokens_is_found(kind: type, name: str, dtype: torch.dtype) -
 def test_what_treats_each_token_alone_may_draft(case: tuple[type, str], dtype: torch.dtype) -> None:
     kind, name = case
     assert said_of(quantized(name, kind, dtype)) is None
+
+
+@pytest.mark.parametrize("layers", [3, 8])
+def test_rounded_inputs_are_no_reason_to_refuse(layers: int) -> None:
+    """Where another order of sums rounds a number of an input to its other neighbour, logits move by up to 0.05 of their
+    deviation."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, initializer_range=0.4, **sizes))
+        for module in model.model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = RoundedByToken
+        require_verifiable(model.eval())
 
 
 def test_its_text_is_the_targets_own() -> None:

@@ -38,9 +38,9 @@ class SlotLayer(UnboundedLayer):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        rows, size = self.slots.rows, self.slots.capacity
-        self.keys = zeros(key_states, rows, key_states.shape[1], size, key_states.shape[-1])
-        self.values = zeros(value_states, rows, value_states.shape[1], size, value_states.shape[-1])
+        rows, size, both = self.slots.rows, self.slots.capacity, (key_states, value_states)
+        new = torch.Tensor.new_zeros if rows == 1 else zeros
+        self.keys, self.values = (new(one, (rows, one.shape[1], size, one.shape[-1])) for one in both)
         self.is_initialized = True
 
     def hold(self, layer: Any, length: int) -> None:
@@ -406,7 +406,7 @@ class SlotCache(Cache):
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
 
 
-def zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros for slots. In main memory, large ones take none before they are written: most of a batch's rows are often free."""
     size = math.prod(shape) * like.element_size()
     if like.device.type != "cpu" or size < _LARGE:
@@ -419,6 +419,6 @@ def zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:
-    larger = zeros(store, *store.shape[:2], capacity, store.shape[3])
+    larger = zeros(store, (*store.shape[:2], capacity, store.shape[3]))
     larger[:, :, : store.shape[2]] = store
     return larger

@@ -34,8 +34,9 @@ from .traits import Traits, change_of, require_verifiable_cache
 from .trust import Code, Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
-_AMPLIFIED = 16  # times what rounded embeddings alone change; 0.5 to 2 occur
-_WRONG = 0.01  # no rounding is this large in float32; see `agreement.ROUNDING`
+_MOVED = 32  # times the dtype's epsilon, by which embeddings are moved to see what a model makes of rounding
+_AMPLIFIED = 4  # times what that changes; 0.02 to 0.1 occur, and 1.9 where layers round their inputs to 8 bits
+_WRONG = rounding_of(torch.bfloat16)  # no rounding is this large
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
 _LONGEST = 512
@@ -343,7 +344,8 @@ def _differs(what: str, difference: float, limit: float) -> str:
 
 def _allowed(model: PreTrainedModel, difference: float, limit: float, ids: torch.Tensor, prompt: int) -> float:
     """How large a difference may be. One above the limit is compared with what this model makes of rounding: its logits for
-    ids [2, n], one token at a time after the prompt, with embeddings that differ in their last bits."""
+    ids [2, n], one token at a time after the prompt, with embeddings that are moved by a few roundings. Layers that round their
+    inputs to 8 bits answer to one in a hundred moves, by 0.01."""
     if difference <= limit or not difference < _WRONG or _is_half(model):
         return limit
     expected = _one_by_one(model, ids, prompt)
@@ -351,11 +353,11 @@ def _allowed(model: PreTrainedModel, difference: float, limit: float, ids: torch
 
     def rounded(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         moved = torch.rand(output.shape, generator=chance, device=output.device, dtype=output.dtype) * 2 - 1
-        return output * (1 + 2 * torch.finfo(output.dtype).eps * moved)
+        return output * (1 + _MOVED * torch.finfo(output.dtype).eps * moved)
 
     hook = model.get_input_embeddings().register_forward_hook(rounded)
     try:
-        return max(limit, _AMPLIFIED * apart(_one_by_one(model, ids, prompt), expected))
+        return max(limit, min(_WRONG, _AMPLIFIED * apart(_one_by_one(model, ids, prompt), expected)))
     finally:
         hook.remove()
 

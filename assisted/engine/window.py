@@ -78,7 +78,7 @@ def _move(layer: SlotLayer, source: torch.Tensor, capacity: int) -> None:
         store: torch.Tensor = getattr(layer, name)
         held = store.gather(2, index.expand(-1, store.shape[1], -1, store.shape[3]))
         if store.shape[2] > 2 * capacity:
-            store = zeros(store, *store.shape[:2], max(capacity, held.shape[2]), store.shape[3])
+            store = zeros(store, (*store.shape[:2], max(capacity, held.shape[2]), store.shape[3]))
             setattr(layer, name, store)
         store[:, :, : held.shape[2]] = held
 

@@ -44,8 +44,8 @@ def test_other_paths_stay_as_they_are(path):
 
 @pytest.mark.parametrize("name", ["", "nothing", "Target", "../target"])
 def test_unknown_names_are_refused(name):
-    names = "zoo:target, zoo:draft, zoo:draft-other-tokenizer, zoo:hybrid, zoo:eagle3, zoo:medusa, zoo:smollm2-eagle3"
-    names += ", zoo:smollm2"
+    names = "zoo:target, zoo:draft, zoo:draft-other-tokenizer, zoo:hybrid, zoo:eagle3, zoo:medusa, zoo:dflash, "
+    names += "zoo:smollm2-eagle3, zoo:smollm2"
     message = f"zoo:{name} is not in the zoo; one of {names}"
     for call in (lambda: zoo.folder(name), lambda: zoo.resolve(f"zoo:{name}")):
         with pytest.raises(ValueError) as raised:
@@ -341,7 +341,7 @@ def new_model(draft, **kwargs):
 @pytest.mark.parametrize("name", zoo.HEADS)
 @pytest.mark.parametrize("draft", ["{kind}:zoo:{}", ["suffix", "zoo:{}"]], ids=str)
 def test_heads_draft_for_the_shipped_target(head, name, draft):
-    kind = {"eagle3": "eagle", "medusa": "medusa"}[name]
+    kind = {"eagle3": "eagle", "medusa": "medusa", "dflash": "dflash"}[name]
     written = [part.format(name, kind=kind) for part in ([draft] if isinstance(draft, str) else draft)]
     model, inputs = new_model(written if len(written) > 1 else written[0])
     plain = model.target.generate(**inputs, max_new_tokens=32, do_sample=False)

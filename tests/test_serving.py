@@ -974,18 +974,19 @@ def test_a_flood_with_hostile_clients_loses_nothing(model: Any, count: int) -> N
 
     with served({"target": model}, queue=2) as server:
         entries: list[Any] = server.entries  # type: ignore[attr-defined]
-        for most in (None, 1.0):  # objects that each request leaves, once all is made that is made only once
+        left = []  # objects, by each request of a round; what is made only once may be made in any
+        while len(left) < 2 or (min(left) >= 1.0 and len(left) < 4):
             before, known = len(gc.get_objects()), len(begun)
             assert in_threads(client, 12) == [None] * 12
-            until(lambda: server.open == 0)
-            assert server.answers.line.counts == (0, 0)
+            until(lambda: server.open == 0 and server.answers.line.counts == (0, 0))
             statuses = collections.Counter(entry["status"] for entry in entries)
             assert statuses[200] >= count * 2 // 3 and statuses[503] >= len(refused) > 0
             assert statuses.keys() <= {200, 400, 411, 499, 503} and statuses.total() == len(begun) - known
             entries.clear()
             refused.clear()
             gc.collect()
-            assert most is None or len(gc.get_objects()) - before < most * (len(begun) - known)
+            left.append((len(gc.get_objects()) - before) / (len(begun) - known))
+        assert min(left) < 1.0
 
 
 def test_what_a_server_needs() -> None:

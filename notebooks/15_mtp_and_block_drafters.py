@@ -157,8 +157,8 @@ assert decoded["MTP layer of the checkpoint"] > 2 and decoded["shipped block dra
 
 # %% [markdown]
 # With the layer, the hybrid needs less than a third of its forward passes; with the block drafter, the other target needs
-# half of them. The block drafter has read half as much text, and its first guess is nearly as often right as the best
-# ones in this course. Its fourth hardly ever is. Why? What does such a layer compute, and how does a block drafter differ?
+# half of them. The block drafter has read half as much text; its first guess is right twice in three times, and its fourth
+# hardly ever. Why? What does such a layer compute, and how does a block drafter differ?
 #
 # ### One layer, arranged in two ways
 #

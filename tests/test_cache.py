@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from assisted.core.host import zeros
 from assisted.engine import cache as module
 from assisted.engine.cache import SlotCache
 from assisted.engine.traits import Traits
@@ -349,14 +350,14 @@ def test_layers_that_slots_cannot_hold(name, kept):
 def test_slots_take_memory_when_they_are_written():
     """Large ones; of every dtype, and of their own in a forked process."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        store = module.zeros(torch.empty(0, dtype=dtype), (4, 2, 2**16, 8))
+        store = zeros(torch.empty(0, dtype=dtype), (4, 2, 2**16, 8))
         assert store.shape == (4, 2, 2**16, 8) and store.dtype == dtype and not store.any()
         store[1:, :, 3] = 1
         assert store.sum() == 3 * 2 * 8
     if (status := Path("/proc/self/statm")).exists():
         resident = lambda: int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # noqa: E731
         before = resident()
-        store = module.zeros(torch.empty(0), (16, 2, 2**16, 16))  # 128 MiB
+        store = zeros(torch.empty(0), (16, 2, 2**16, 16))  # 128 MiB
         store[0] = 1
         assert resident() - before < store.nbytes / 2
         if (child := os.fork()) == 0:

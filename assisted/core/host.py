@@ -7,6 +7,8 @@ A copy from pageable memory to a CUDA device waits for all queued work; a copy f
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import os
 import platform
 import time
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+_LARGE = 2**20  # bytes; smaller blocks are faster from memory that the process has freed before
 
 
 def on_device(values: Any, device: torch.device | str) -> torch.Tensor:
@@ -40,6 +44,18 @@ def filled(rows: Sequence[Sequence[int]], filler: int = 0) -> list[list[int]]:
     """The same as lists."""
     width = max(map(len, rows))
     return [[*row, *[filler] * (width - len(row))] for row in rows]
+
+
+def zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros for slots. In main memory, large ones take none before they are written: most of a batch's rows are often free."""
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or size < _LARGE:
+        return like.new_zeros(shape)
+    own = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # a forked process gets copies
+    try:
+        return torch.frombuffer(mmap.mmap(-1, size, **own), dtype=like.dtype).view(shape)
+    except OSError:
+        return like.new_zeros(shape)  # which says that there is no room
 
 
 def free_memory() -> int:

@@ -6,8 +6,6 @@ row's length. `commit` keeps some of them; the next forward pass overwrites the 
 
 from __future__ import annotations
 
-import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
-from ..core.host import on_device
+from ..core.host import on_device, zeros
 from .libraries import UnboundedLayer
 
 Paths = Sequence[Sequence[int]]
@@ -23,7 +21,6 @@ Paths = Sequence[Sequence[int]]
 
 _GROWTH = 512  # slots; the first allocation for a text of unknown length, which then doubles
 _LEAST_GROWTH = 32  # where memory is short
-_LARGE = 2**20  # bytes; smaller blocks are faster from memory that the process has freed before
 
 
 class SlotLayer(UnboundedLayer):
@@ -404,18 +401,6 @@ class SlotCache(Cache):
             visible[:, :hidden] = self.visible[:, :hidden].cpu()
         self.visible = visible.gather(1, source) & (moved_from >= 0)
         self.padding = [hidden + extra for hidden, extra in zip(self.padding, by, strict=True)]
-
-
-def zeros(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros for slots. In main memory, large ones take none before they are written: most of a batch's rows are often free."""
-    size = math.prod(shape) * like.element_size()
-    if like.device.type != "cpu" or size < _LARGE:
-        return like.new_zeros(shape)
-    own = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}  # a forked process gets copies
-    try:
-        return torch.frombuffer(mmap.mmap(-1, size, **own), dtype=like.dtype).view(shape)
-    except OSError:
-        return like.new_zeros(shape)  # which says that there is no room
 
 
 def _grown(store: torch.Tensor, capacity: int) -> torch.Tensor:

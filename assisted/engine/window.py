@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from .cache import SlotCache, SlotLayer, zeros
+from ..core.host import zeros
+from .cache import SlotCache, SlotLayer
 from .prepared import CallSettings
 
 SINKS = 4

@@ -118,7 +118,7 @@ def runner(model: Any, rows: int = 1) -> CachedModel:
 
 @needed
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (70, 40), (192, 576), (576, 192), (320, 96)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (70, 40), (192, 576), (576, 192), (320, 96), (64, 4704)])
 @torch.no_grad()
 def test_products(bits: float, outputs: int, inputs: int) -> None:
     """Compared in float64 with the weight that the product's own columns of the unit matrix show."""
@@ -144,7 +144,8 @@ def test_products(bits: float, outputs: int, inputs: int) -> None:
         read = ((read.view(21, -1, 32) / steps).round() * steps).view(21, -1)
     expected = read[:, :inputs] @ weight.double().t()
     # a weight of 4 bits that is shown has been rounded to bfloat16
-    assert (made - expected).abs().max() < (2**-20 if bits >= 32 else 2**-6) * expected.abs().max()
+    near = 2**-6 if bits < 32 else 2**-20 if inputs < 1000 else 2**-18
+    assert (made - expected).abs().max() < near * expected.abs().max()
     for some in range(1, 21):
         assert torch.equal(product(columns[:some].contiguous())[:, :outputs].double(), made[:some])
         assert torch.equal(product(columns[some:].contiguous())[:, :outputs].double(), made[some:])
@@ -188,6 +189,8 @@ def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_products_of_other_processors(bits: float) -> None:
     test_products(bits, 192, 160)
+    if bits in IN_PLACE:  # many inputs are read in parts, and more columns do not stay in the first cache
+        test_products(bits, 64, 4704)
 
 
 @needed
@@ -222,6 +225,7 @@ def test_the_model_of_the_processor_chooses_the_product(
     monkeypatch.setattr(native, "declared", lambda library: library)
     monkeypatch.setattr(native, "compiled", lambda name, flags: (flags, ""))
     monkeypatch.setattr(native, "ready", {})
+    assert native.known_of_processor() == ({"direct"} if direct else set())
     assert native.processor_model() == f"AuthenticAMD 25 {model}"
     native.loaded.cache_clear()
     try:

@@ -75,6 +75,14 @@ INLINE vec wide(const float *from) {
     return v;
 }
 
+INLINE ints ints_of(const void *from) {
+    ints found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+INLINE words words_of(const void *from) { return (words)ints_of(from); }
+
 INLINE vec expanded(const bf16 *from) {
     halves found;
     memcpy(&found, from, sizeof found);
@@ -270,10 +278,12 @@ enum { AHEAD = 4096 };
 /* Weights that are multiplied soon: while several columns are computed, the processor would not fetch enough by itself. */
 INLINE void fetch(const void *line) { __builtin_prefetch((const char *)line + AHEAD); }
 
-/* Not where AVX512-BF16 multiplies without tiles: AMD's processors read more slowly then. */
+/* Where AVX512-BF16 multiplies without tiles, some processors read more slowly then, and others much faster, see `native.py`. */
 #if defined(DOTS) && !defined(TILED)
-#define FETCHES 0
+int64_t fetches = 0;
+#define FETCHES fetches
 #else
+int64_t fetches = 1;
 #define FETCHES 1
 #endif
 
@@ -336,13 +346,90 @@ INLINE vec scored(const Layer *l, vec dots) {
     return l->cap > 0 ? rounded(rounded(hyperbolic(rounded(scores / cap))) * cap) : scores;
 }
 
+/* ---- Inputs for rows of weights where the model has them ---- */
+
+/* STREAMS: of rows that a thread reads at a time, each in the order of memory; ROWS: of each of them for one thread. SOME: columns
+   whose sums fit in the registers, a lot. LOTS: for which the same DEPTH weights of each row are read from the first cache; half as
+   many of a prompt with more than FAR inputs, which stay in the second cache. With wide vectors, such inputs stay in the first one,
+   DEEP of each column. */
+enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, SOME = WIDE == 16 ? 6 : WIDE == 8 ? 3 : 2 };
+enum { LOTS = WIDE == 16 ? 2 : WIDE == 8 ? 4 : 1, DEPTH = WIDE == 8 ? 256 : 1 << 30, FAR = 4096, DEEP = 1024 };
+
+/* NUMBERS: of a vector. NEAR: bytes of inputs that stay in the first cache while rows pass through it. NARROW: the
+   most of their vectors for which rows are read one after the other. */
+enum { SIDE_BY_SIDE = WIDE == 16 }; /* inputs of a lot's columns lie so, group for group */
+#ifdef DOTS
+typedef bf16 input;
+enum { NUMBERS = 2 * WIDE, NEAR = 20 << 10, NARROW = 8 };
+#else
+typedef float input;
+enum { NUMBERS = WIDE, NEAR = 16 << 10, NARROW = 4 };
+#endif
+
+/* Rows are read one after the other, which memory answers best, if the inputs of a few columns stay in the first cache meanwhile.
+   Otherwise each vector of inputs is used for a row of each stream: of two, if there is a single column, for which the processor
+   fetches by itself. The sums are the same. */
+INLINE int is_alone(const Product *p, int64_t n) {
+    enum { VECTORS = sizeof(input) / sizeof(number) };
+    return WIDE == 16 && n > 1 && n * VECTORS <= NARROW && n * p->inputs * (int64_t)sizeof(input) <= NEAR;
+}
+
+/* How columns are divided into lots, which are computed together: the first `larger` ones have one more than the others. */
+typedef struct {
+    int64_t count, each, larger;
+} Lots;
+
+typedef struct {
+    int64_t first, columns;
+} Lot;
+
+INLINE Lots lots_of(const Product *p, int64_t n) {
+    const int64_t count = is_alone(p, n) ? 1 : (n + SOME - 1) / SOME;
+    return (Lots){count, n / count, n % count};
+}
+
+INLINE int streams_of(const Lots *all) { return WIDE == 16 && all->count == 1 && all->each == 1 ? 2 : STREAMS; }
+
+INLINE Lot lot_at(const Lots *all, int64_t i) {
+    return (Lot){i * all->each + (i < all->larger ? i : all->larger), all->each + (i < all->larger)};
+}
+
+INLINE Lot lot_with(const Lots *all, int64_t column) {
+    const int64_t of_larger = all->larger * (all->each + 1);
+    return lot_at(all, column < of_larger ? column / (all->each + 1) : all->larger + (column - of_larger) / all->each);
+}
+
+/* Copies groups [from, to) of the inputs x [n, inputs]. Of bfloat16 that is expanded, numbers at even places come before those at odd
+   ones, of each two vectors. */
+static void arrange(const Product *p, const number *x, int64_t n, int64_t from, int64_t to, float *scratch) {
+    const int64_t groups = p->inputs / GROUP;
+    const Lots lots = lots_of(p, n);
+    for (int64_t f = from, c = from / groups; f < to; c++) {
+        const Lot lot = lot_with(&lots, c);
+        for (const int64_t end = to < (c + 1) * groups ? to : (c + 1) * groups; f < end; f++) {
+            const int64_t place = SIDE_BY_SIDE ? lot.first * groups + (f - c * groups) * lot.columns + c - lot.first : f;
+            input *own = (input *)scratch + place * GROUP;
+            if (sizeof(input) == sizeof(number)) {
+                memcpy(own, x + f * GROUP, GROUP * sizeof(number));
+            } else {
+                UNROLLED for (int i = 0; i < GROUP; i += 2 * WIDE) {
+                    const words pair = words_of(x + f * GROUP + i), both[2] = {pair << 16, pair & 0xffff0000};
+                    memcpy(own + i, both, sizeof both);
+                }
+            }
+        }
+    }
+}
+
 #ifdef FLOAT32
 
-const int64_t most_of_group = 0;
+const int64_t most_of_group = SIDE_BY_SIDE ? GROUP : 0;
 
-INLINE int64_t of_group(const Product *p) { return 0; }
+INLINE int64_t of_group(const Product *p) { return SIDE_BY_SIDE && p->rows ? GROUP : 0; }
 
-static void groups_of(const Product *p, const number *x, int64_t from, int64_t to, float *scratch) {}
+static void groups_of(const Product *p, const number *x, int64_t n, int64_t from, int64_t to, float *scratch) {
+    if (SIDE_BY_SIDE && p->rows) arrange(p, x, n, from, to, scratch);
+}
 
 INLINE void accumulate(
     vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const number *x, const void *of_groups, int columns) {
@@ -367,12 +454,6 @@ typedef struct {
     float scale, sum; /* sum: of the rounded inputs */
     int32_t whole;    /* sum of the steps */
 } Rounded;
-
-INLINE ints ints_of(const void *from) {
-    ints found;
-    memcpy(&found, from, sizeof found);
-    return found;
-}
 
 /* The scales and zero points of a part's outputs, of a group with 4 bits. */
 INLINE vec scale_of(const uint8_t *group, int part) {
@@ -579,7 +660,8 @@ INLINE void round_group(const bf16 *x, Rounded *to) {
 
 #ifdef DOTS
 
-const int64_t most_of_group = sizeof(Rounded) / sizeof(float);
+const int64_t most_of_group = GROUP / 2;
+_Static_assert(sizeof(Rounded) <= GROUP / 2 * sizeof(float), "room for the inputs of a group, whether they are rounded or not");
 
 /* The levels -8 to 7 of four bits; twice, because a permutation looks at five bits of its indices. */
 static const bf16 LEVELS[32] = {
@@ -655,9 +737,12 @@ INLINE void accumulate16(vec sums[PARTS][MOST], const Product *p, const uint8_t 
     }
 }
 
-/* What products need of groups [from, to) of the inputs: rounded ones, or, for weights of 4 bits, their sums. */
-static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to, float *scratch) {
-    if (p->input_bits == 8) {
+/* What products need of groups [from, to) of the inputs x [n, inputs]: rounded or arranged ones, or, for weights of 4 bits, their
+   sums. */
+static void groups_of(const Product *p, const bf16 *x, int64_t n, int64_t from, int64_t to, float *scratch) {
+    if (p->rows) {
+        arrange(p, x, n, from, to, scratch);
+    } else if (p->input_bits == 8) {
         for (int64_t g = from; g < to; g++) round_group(x + g * GROUP, (Rounded *)scratch + g);
     } else if (p->bits == 4) {
         const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
@@ -668,7 +753,9 @@ static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to,
 }
 
 /* Numbers that a group of inputs takes beside the inputs. */
-INLINE int64_t of_group(const Product *p) { return p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : p->bits == 4; }
+INLINE int64_t of_group(const Product *p) {
+    return p->rows ? GROUP / 2 : p->input_bits == 8 ? sizeof(Rounded) / sizeof(float) : p->bits == 4;
+}
 
 #define INPUTS x
 #define INPUTS4 x, of_groups
@@ -681,8 +768,6 @@ typedef struct {
 } Expanded;
 
 const int64_t most_of_group = sizeof(Expanded) / sizeof(float);
-
-INLINE words words_of(const void *from) { return (words)ints_of(from); }
 
 /* Adds to sums[part][column] the products of two tiles with the columns x, [columns, groups]. */
 INLINE void accumulate4(vec sums[PARTS][MOST], const Product *p, const uint8_t *weights, const Expanded *x, int columns) {
@@ -749,18 +834,15 @@ INLINE void accumulate16(vec sums[PARTS][MOST], const Product *p, const uint8_t 
     }
 }
 
-/* What products need of groups [from, to) of the inputs. */
-static void groups_of(const Product *p, const bf16 *x, int64_t from, int64_t to, float *scratch) {
+/* What products need of groups [from, to) of the inputs x [n, inputs]. */
+static void groups_of(const Product *p, const bf16 *x, int64_t n, int64_t from, int64_t to, float *scratch) {
+    if (p->rows) {
+        arrange(p, x, n, from, to, scratch);
+        return;
+    }
     for (int64_t g = from; g < to; g++) {
         if (p->input_bits == 8) {
             round_group(x + g * GROUP, (Rounded *)scratch + g);
-            continue;
-        }
-        if (p->rows) { /* of each two vectors, numbers at even places before those at odd ones */
-            UNROLLED for (int i = 0; i < GROUP; i += 2 * WIDE) {
-                const words pair = words_of(x + g * GROUP + i), both[2] = {pair << 16, pair & 0xffff0000};
-                memcpy(scratch + g * GROUP + i, both, sizeof both);
-            }
             continue;
         }
         Expanded *own = (Expanded *)scratch + g;
@@ -819,31 +901,14 @@ INLINE const uint8_t *weights_of(const Product *p, int64_t first) {
 
 /* ---- Products with rows of weights where the model has them ---- */
 
-/* STREAMS: of rows that a thread reads at a time, each in the order of memory: with two, it would wait for memory. ROWS: of each of
-   them for one thread. SOME: columns whose sums fit in the registers. AT_A_TIME: columns for which the same DEPTH weights of each
-   row are read from the first cache; of a prompt with more than FAR inputs half as many, which stay in the second cache. SOON: bytes
-   from a weight to the one that is asked for. */
-enum { STREAMS = 4, ROWS = WIDE == 8 ? 8 : TILE, SOME = WIDE == 16 ? 6 : WIDE == 8 ? 3 : 2 };
-enum { AT_A_TIME = WIDE == 8 ? 12 : MOST, DEPTH = WIDE == 8 ? 256 : 1 << 30, SOON = 512, FAR = 4096 };
-typedef vec Parts[STREAMS][ROWS]; /* sums of a column, each of one row */
-
-/* Whether products with weights in place take no longer than those with packed ones, for a draft's columns. */
-const int64_t rows_suffice = WIDE == 8;
-
-/* NUMBERS: of a vector. What `weights_at` finds at number i of a row fits the inputs there. */
+/* What `weights_at` finds at number i of a row fits the inputs there. */
 #ifdef DOTS
-
-enum { NUMBERS = 2 * WIDE };
-typedef bf16 input;
 
 INLINE vec weights_at(const bf16 *row, int64_t i) { return wide((const float *)(row + i)); }
 
 INLINE vec plus_products(vec sum, vec one, vec two) { return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)one, (__m512bh)two); }
 
 #else
-
-enum { NUMBERS = WIDE };
-typedef float input;
 
 INLINE vec weights_at(const number *row, int64_t i) {
 #ifdef FLOAT32
@@ -865,64 +930,127 @@ INLINE vec plus_products(vec sum, vec one, vec two) {
 
 #endif
 
-/* Adds to sums[column][stream][0] the products of a row of each stream with `depth` inputs of columns. */
-INLINE void add_rows(Parts *sums, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int columns) {
-    vec own[STREAMS][SOME];
-    UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) own[s][c] = sums[c][s][0];
+/* Whether products with weights in place take about as long as those with packed ones, for a draft's columns. */
+#if defined(DOTS) && !defined(TILED)
+const int64_t rows_suffice = 2; /* on some processors, see `native.py` */
+#else
+const int64_t rows_suffice = WIDE == 8;
+#endif
+
+
+/* Sums of a row of each stream with `depth` inputs of a lot's columns, for sums[column][stream]; those of far streams go on from there.
+   of_column, of_stream: vectors from one to the next. soon: bytes from a weight to the one that is asked for, or 0. */
+INLINE void add_rows(
+    vec *sums, int of_column, int of_stream, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int soon, int streams,
+    int columns) {
+    vec own[STREAMS][MOST];
+    UNROLLED for (int s = 0; s < streams; s++) UNROLLED for (int c = 0; c < columns; c++) {
+        own[s][c] = of_stream > 1 ? sums[c * of_column + s * of_stream] : all(0);
+    }
     for (int64_t k = 0; k < depth; k += GROUP) {
-        if (WIDE == 8) UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int i = 0; i < GROUP; i += LINE / (int)sizeof(number))
-            __builtin_prefetch((const char *)(rows[s] + k + i) + SOON);
+        if (soon) UNROLLED for (int s = 0; s < streams; s++) UNROLLED for (int i = 0; i < GROUP; i += LINE / (int)sizeof(number))
+            __builtin_prefetch((const char *)(rows[s] + k + i) + soon);
         UNROLLED for (int i = 0; i < GROUP; i += NUMBERS) {
-            vec one[SOME];
-            UNROLLED for (int c = 0; c < columns; c++) one[c] = wide((const float *)(x + c * inputs + k + i));
-            UNROLLED for (int s = 0; s < STREAMS; s++) {
+            vec one[MOST];
+            UNROLLED for (int c = 0; c < columns; c++) {
+                const int64_t place = SIDE_BY_SIDE ? k * columns + c * GROUP : c * inputs + k;
+                one[c] = wide((const float *)(x + place + i));
+            }
+            UNROLLED for (int s = 0; s < streams; s++) {
                 const vec weight = weights_at(rows[s] + k, i);
                 UNROLLED for (int c = 0; c < columns; c++) own[s][c] = plus_products(own[s][c], weight, one[c]);
             }
         }
     }
-    UNROLLED for (int s = 0; s < STREAMS; s++) UNROLLED for (int c = 0; c < columns; c++) sums[c][s][0] = own[s][c];
+    UNROLLED for (int s = 0; s < streams; s++) UNROLLED for (int c = 0; c < columns; c++) {
+        sums[c * of_column + s * of_stream] = own[s][c];
+    }
 }
 
-#define ROWS_OF(columns)                                 \
-    case columns:                                        \
-        add_rows(sums, rows, x, inputs, depth, columns); \
+#define ROWS_OF(streams, columns)                                                           \
+    case columns:                                                                           \
+        add_rows(sums, OF_COLUMN, OF_STREAM, rows, x, inputs, depth, SOON, streams, columns); \
         break;
 
-static void add_some(Parts *sums, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int columns) {
+/* The outputs from `at` on that `sums` have, ROWS of each column. residual: added to the rounded result, or NULL. */
+static void finish_rows(
+    const Product *p, const vec *sums, int of_column, int64_t at, const number *residual, number *y, int64_t columns) {
+    for (int64_t c = 0; c < columns; c++) UNROLLED for (int i = 0; i < ROWS; i += WIDE) {
+        const int64_t to = c * p->outputs + at + i;
+        finish(p, sums_of(sums + c * of_column + i), at + i, residual ? residual + to : NULL, y + to);
+    }
+}
+
+/* A line keeps the sums of several columns in other places of the cache. */
+enum { OF_STREAMS = STREAMS * ROWS + 1, OF_ALONE = ROWS + 1 };
+
+INLINE void add_streams(
+    vec *sums, const number *const *rows, const input *x, int64_t inputs, int64_t depth, int streams, int columns) {
+    enum { OF_COLUMN = OF_STREAMS, OF_STREAM = ROWS, SOON = WIDE == 8 ? 512 : WIDE == 16 ? 2048 : 0 };
+    if (WIDE == 16 && streams < STREAMS) {
+        add_rows(sums, OF_COLUMN, OF_STREAM, rows, x, inputs, depth, 0, 2, 1);
+        return;
+    }
     switch (columns) {
-        ROWS_OF(1) ROWS_OF(2)
+        ROWS_OF(STREAMS, 1) ROWS_OF(STREAMS, 2)
 #if WIDE > 4
-        ROWS_OF(3)
+        ROWS_OF(STREAMS, 3)
 #endif
 #if WIDE > 8
-        ROWS_OF(4) ROWS_OF(5) ROWS_OF(6)
+        ROWS_OF(STREAMS, 4) ROWS_OF(STREAMS, 5) ROWS_OF(STREAMS, 6)
 #endif
     }
 }
 
-/* ROWS outputs of each stream from output `first` of the first one on, of at most AT_A_TIME columns. residual: added to the rounded
-   result, or NULL. */
+/* ROWS outputs of each stream from output `first` of the first one on, of lots [begin, end). */
 static void some_of_streams(
-    const Product *p, int64_t first, const input *x, const number *residual, number *y, int columns) {
-    const int64_t apart = p->outputs / STREAMS;
-    Parts sums[AT_A_TIME];
-    memset(sums, 0, columns * sizeof *sums);
-    for (int i = 0; i < ROWS; i++) for (int64_t from = 0; from < p->inputs; from += DEPTH) {
-        const number *rows[STREAMS];
-        for (int s = 0; s < STREAMS; s++) rows[s] = p->rows[first + i + s * apart] + from;
-        const int64_t depth = p->inputs - from < DEPTH ? p->inputs - from : DEPTH;
-        for (int c = 0, left = (columns + SOME - 1) / SOME; left; left--) {
-            const int some = (columns - c + left - 1) / left;
-            add_some((Parts *)&sums[c][0][i], rows, x + c * p->inputs + from, p->inputs, depth, some);
-            c += some;
+    const Product *p, int64_t first, const input *x, const number *residual, number *y, const Lots *lots, int64_t begin, int64_t end) {
+    const int streams = streams_of(lots);
+    const int64_t before = lot_at(lots, begin).first, columns = lot_at(lots, end).first - before;
+    const int64_t apart = p->outputs / streams, at = before * p->outputs;
+    vec sums[LOTS * SOME * OF_STREAMS];
+    memset(sums, 0, columns * OF_STREAMS * sizeof *sums);
+    const int64_t deep = WIDE == 16 && columns > MOST && p->inputs > FAR ? DEEP : p->inputs;
+    for (int64_t top = 0; top < p->inputs; top += deep) for (int i = 0; i < ROWS; i++) {
+        const int64_t bottom = p->inputs - top < deep ? p->inputs : top + deep;
+        for (int64_t from = top; from < bottom; from += DEPTH) {
+            const number *rows[STREAMS];
+            for (int s = 0; s < streams; s++) rows[s] = p->rows[first + i + s * apart] + from;
+            const int64_t depth = bottom - from < DEPTH ? bottom - from : DEPTH;
+            for (int64_t j = begin; j < end; j++) {
+                const Lot lot = lot_at(lots, j);
+                vec *of_lot = sums + (lot.first - before) * OF_STREAMS + i;
+                const input *own = x + lot.first * p->inputs + (SIDE_BY_SIDE ? from * lot.columns : from);
+                add_streams(of_lot, rows, own, p->inputs, depth, streams, (int)lot.columns);
+            }
         }
     }
-    for (int c = 0; c < columns; c++) for (int s = 0; s < STREAMS; s++) for (int t = 0; t < ROWS; t += WIDE) {
-        const int64_t at = first + s * apart + t, to = c * p->outputs + at;
-        finish(p, sums_of(sums[c][s] + t), at, residual ? residual + to : NULL, y + to);
+    for (int s = 0; s < streams; s++)
+        finish_rows(p, sums + s * ROWS, OF_STREAMS, first + s * apart, residual ? residual + at : NULL, y + at, columns);
+}
+
+#if WIDE == 16
+
+/* One row; of many columns two, for which each vector of inputs is used. Returns how many. */
+static int add_alone(vec *sums, const number *const *rows, const input *x, int64_t inputs, int64_t columns) {
+    enum { OF_COLUMN = OF_ALONE, OF_STREAM = 1, SOON = 8192 };
+    const int64_t depth = inputs;
+    switch (columns) {
+        ROWS_OF(1, 2) ROWS_OF(1, 3) ROWS_OF(1, 4) ROWS_OF(1, 5) ROWS_OF(1, 6) ROWS_OF(1, 7) ROWS_OF(2, 8)
+    }
+    return columns < 8 ? 1 : 2;
+}
+
+/* As many outputs, of rows that follow one another. */
+static void some_alone(const Product *p, int64_t first, const input *x, const number *residual, number *y, int64_t n) {
+    for (int64_t at = first; at < first + STREAMS * ROWS; at += ROWS) {
+        vec sums[MOST * OF_ALONE];
+        for (int i = 0; i < ROWS;) i += add_alone(sums + i, p->rows + at + i, x, p->inputs, n);
+        finish_rows(p, sums, OF_ALONE, at, residual, y, n);
     }
 }
+
+#endif
 
 /* Two tiles from output `first` on, of at most MOST columns. residual: added to the rounded result, or NULL. */
 INLINE void two_tiles_of(
@@ -978,9 +1106,9 @@ static void product(const Product *p, const number *x, int64_t n, const number *
     const int64_t groups = p->inputs / GROUP, numbers = of_group(p);
     if (own && n > FEW && numbers) {
 #pragma omp for schedule(static)
-        for (int64_t c = 0; c < n; c++) groups_of(p, x, c * groups, (c + 1) * groups, scratch);
+        for (int64_t c = 0; c < n; c++) groups_of(p, x, n, c * groups, (c + 1) * groups, scratch);
     } else if (own) {
-        groups_of(p, x, 0, n * groups, scratch = own);
+        groups_of(p, x, n, 0, n * groups, scratch = own);
     }
 #ifdef TILED
     if (!p->rows && (p->input_bits == 16 || (p->bits == 4 && n > ALONE))) {
@@ -997,19 +1125,33 @@ static void product(const Product *p, const number *x, int64_t n, const number *
         return;
     }
 #endif
-    const int64_t outputs = p->rows ? STREAMS * ROWS : TILES * TILE;
-    const int is_far = WIDE == 8 && n > AT_A_TIME && p->inputs > FAR;
-    const int64_t most = !p->rows ? MOST : is_far ? AT_A_TIME / 2 : AT_A_TIME;
+    if (p->rows) {
+        const Lots lots = lots_of(p, n);
+        const int64_t rows = streams_of(&lots) * ROWS;
+        const int64_t at_once = WIDE == 8 && lots.count > LOTS && p->inputs > FAR ? LOTS / 2 : LOTS;
+        const input *given = numbers ? (const input *)scratch : (const input *)x;
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p->outputs / outputs; t++)
-        for (int64_t c = 0, left = (n + most - 1) / most; left; left--) {
+        for (int64_t t = 0; t < p->outputs / rows; t++) {
+#if WIDE == 16
+            if (is_alone(p, n)) {
+                some_alone(p, t * STREAMS * ROWS, given, residual, y, n);
+                continue;
+            }
+#endif
+            for (int64_t i = 0; i < lots.count; i += at_once) {
+                const int64_t end = lots.count - i < at_once ? lots.count : i + at_once;
+                some_of_streams(p, t * ROWS, given, residual, y, &lots, i, end);
+            }
+        }
+        return;
+    }
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < p->outputs / (TILES * TILE); t++)
+        for (int64_t c = 0, left = (n + MOST - 1) / MOST; left; left--) {
             const int64_t to = c * p->outputs, columns = (n - c + left - 1) / left; /* about as many each time */
-            const number *given = x + c * p->inputs, *added = residual ? residual + to : NULL;
-            const float *own = scratch + c * groups * numbers;
-            if (p->rows)
-                some_of_streams(p, t * ROWS, numbers ? (const void *)own : given, added, y + to, (int)columns);
-            else
-                two_tiles(p, t * TILE * TILES, given, own, added, y + to, (int)columns);
+            two_tiles(
+                p, t * TILE * TILES, x + c * p->inputs, scratch + c * groups * numbers, residual ? residual + to : NULL, y + to,
+                (int)columns);
             c += columns;
         }
 }
@@ -1293,7 +1435,7 @@ static const number *read_normed(const Norm *m, const Product *p, const number *
 #pragma omp for schedule(static)
     for (int64_t c = 0; c < n; c++) {
         if (m->kind) norm_head(m, x + c * p->inputs, 0, normed + c * p->inputs);
-        groups_of(p, given, c * groups, (c + 1) * groups, scratch);
+        groups_of(p, given, n, c * groups, (c + 1) * groups, scratch);
     }
     return given;
 }
@@ -1344,7 +1486,7 @@ static void layer(
             if (l->is_gated) made = rounded(made) * load(gate + l->inner + i);
             store(narrow + g * GROUP + i, made);
         }
-        groups_of(&l->down, narrow, g, g + 1, s->scratch);
+        groups_of(&l->down, narrow, n, g, g + 1, s->scratch);
     }
     add_product(&l->down, &l->after_mlp, narrow, n, middle, out, s->scratch, NULL);
 }

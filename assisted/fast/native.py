@@ -58,6 +58,10 @@ _BYTES = {32: 4096, 16: 2048, 8: 1024, 4: 640}  # of a group of inputs for `OUTP
 MOST = 1024  # the most columns of a product of bfloat16 by itself; for more, torch's own products are as fast
 IN_PLACE_COLUMNS = 128  # the same where weights are read where the model has them
 PROCESSORS = variants.PROCESSORS
+# of products by AVX512-BF16: that they take less time than those in float32, and about as long from the model's own weights as
+# from copies; and that the processor reads packed weights faster when it is asked for them ahead
+DIRECT, IN_PLACE, FETCHES = "direct", "in place", "fetches"
+_ALWAYS, _IF_LISTED = 1, 2  # values of `rows_suffice`
 _OF_TORCH = {"fma": "fma3", **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "vl", "dq")}}
 SECONDS = 120  # for the compiler
 ready: dict[torch.dtype, Any] = {}  # the libraries that a product or layer has asked for
@@ -129,7 +133,9 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
     known, reason = processor_flags(), "they need AVX2 or AVX512, which this processor does not have"
     is_arm = variants.MACHINES[machine]
     fitting = [names for names in (variants.ARM if is_arm else PROCESSORS) if known.issuperset(names)]
-    fitting.sort(key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and not sums_directly())
+    fitting.sort(
+        key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and DIRECT not in known_of_processor()
+    )
     for names in fitting:
         library, reason = prebuilt_or_compiled(variants.of_native(names, is_arm, dtype == torch.float32))
         if library is None or ("amx_tile" in names and not library.may_use_tiles()):
@@ -143,7 +149,10 @@ def declared(library: Any) -> Any:
     """The library, with the types of its functions. Raises OtherLayout if its structs are others."""
     require_layout(library, *OF_NATIVE)
     library.of_group = c_int64.in_dll(library, "most_of_group").value
-    library.rows_suffice = bool(c_int64.in_dll(library, "rows_suffice").value)
+    library.fetches = c_int64.in_dll(library, "fetches")
+    suffice, known = c_int64.in_dll(library, "rows_suffice").value, known_of_processor()
+    library.rows_suffice = suffice == _ALWAYS or (suffice == _IF_LISTED and IN_PLACE in known)
+    library.fetches.value |= FETCHES in known
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
     library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
     library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
@@ -170,13 +179,13 @@ def processor_model() -> str:
     return " ".join(known.get(name, "") for name in ("vendor_id", "cpu family", "model"))
 
 
-def sums_directly() -> bool:
-    """Whether products of bfloat16 by AVX512-BF16 take less time than in float32 on this model of a processor.
+def known_of_processor() -> set[str]:
+    """What is known of AVX512-BF16 on this model of a processor: `DIRECT`, `IN_PLACE`, `FETCHES`.
 
-    `processors.json` holds such models, as `benchmarks/run.py instructions --note` found them. The two ways round differently,
-    so equal processors must choose alike: nothing is measured here, and models that are not listed sum in float32.
+    `processors.json` holds such models, as `benchmarks/run.py instructions --note` found them. The ways round differently, so
+    equal processors must choose alike: nothing is measured here, and models that are not listed sum in float32.
     """
-    return processor_model() in json.loads(Path(__file__).with_name("processors.json").read_text())
+    return set(json.loads(Path(__file__).with_name("processors.json").read_text()).get(processor_model(), ()))
 
 
 def processor_flags() -> set[str]:
@@ -302,8 +311,8 @@ def hashes(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def suffices_in_place(dtype: torch.dtype) -> bool:
-    """Whether products of a few columns take no longer from the model's own weights than from packed copies. With AVX2 they do
-    not, because computing takes longer than reading."""
+    """Whether products of a few columns take about as long from the model's own weights as from packed copies: with AVX2, where
+    computing takes longer than reading, and on some processors with AVX512-BF16."""
     library = loaded(dtype)[0] if dtype in DTYPES else None
     return library is not None and library.rows_suffice
 

@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import geometric_mean
 from unittest.mock import patch
 
 import torch
@@ -31,10 +32,23 @@ NAMES = {
 }
 """By the one of its instructions that sets it apart: the first of these that a processor has."""
 KINDS = {
-    "bfloat16": lambda module: PackedLinear.of(module.to(torch.bfloat16)),
+    "bfloat16": lambda module: PackedLinear.of(module.to(torch.bfloat16)).product.native,
+    "bfloat16 in place": lambda module: PackedLinear.of(module.to(torch.bfloat16), copied=False).product.native,
     "8 bits, inputs in 8": lambda module: low_bit(module, 8, 8).native_product,
     "4 bits, inputs in 8": lambda module: low_bit(module, 4, 8).native_product,
 }
+AHEAD = ", asking ahead"
+"""Ends the title of a way in which the processor is asked for packed weights before they are needed, if that is a choice."""
+
+
+def asking(product, ahead):
+    """The same product, which asks for weights ahead or not."""
+
+    def called(inputs):
+        product.library.fetches.value = ahead
+        return product(inputs)
+
+    return called
 
 
 @torch.no_grad()
@@ -60,28 +74,44 @@ def measure_instructions(args):
             continue
         native.loaded.cache_clear()
         title = next(title for name, title in NAMES.items() if name in names)
+        may_ask = title == NAMES["avx512_bf16"]
         with patch.object(native, "PROCESSORS", (names,)):
             for kind, make in KINDS.items():
-                kinds[kind][title] = [make(nn.Linear(INNER, OUTER, bias=False)) for _ in range(12)]
+                products = [make(nn.Linear(INNER, OUTER, bias=False)) for _ in range(12)]
+                kinds[kind][title] = [asking(one, 0) for one in products] if may_ask else products
+                if may_ask and "inputs in" in kind:
+                    kinds[kind][title + AHEAD] = [asking(one, 1) for one in products]
     native.loaded.cache_clear()
     times = least(kinds, args.repeats)
     its = about(dtype="bfloat16", rounds=args.repeats, processor_model=native.processor_model())
     if args.note:
-        note(its, times["bfloat16"], Path(native.__file__).with_name("processors.json"))
+        note(its, times, Path(native.__file__).with_name("processors.json"))
     return {"about": its, "milliseconds": times}
 
 
 def note(its, times, file):
-    """List this model of a processor if its products by AVX512-BF16 are faster than in float32, or else strike it out."""
-    direct = times.get("AVX512-BF16")
-    if direct is None:
-        return
-    in_float32 = times.get("AVX512 with VNNI") or times["AVX512"]
+    """What this model of a processor gains from AVX512-BF16, by mean ratios of the times: from sums in bfloat16; and, over a
+    draft's columns, from asking ahead, and from weights in place, which may take a tenth longer, as they save the copies."""
+    one = NAMES["avx512_bf16"]
     known = json.loads(file.read_text())
     known.pop(its["processor_model"], None)
-    if direct["1"] + direct["5"] < in_float32["1"] + in_float32["5"]:
-        known[its["processor_model"]] = its["processor"]
-    file.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    if one in times["bfloat16"]:
+        packed, in_place, bits = times["bfloat16"], times["bfloat16 in place"], times["4 bits, inputs in 8"]
+        few = [width for width in WIDTHS if width <= 8]
+        found = {
+            native.DIRECT: ratio(packed[one], packed.get(NAMES["avx512_vnni"], packed["AVX512"]), WIDTHS) < 1,
+            native.IN_PLACE: ratio(in_place[one], packed[one], few) < 1.1,
+            native.FETCHES: ratio(bits[one + AHEAD], bits[one], few) < 1,
+        }
+        if found[native.DIRECT]:
+            known[its["processor_model"]] = [name for name, holds in found.items() if holds]
+    lines = (f" {json.dumps(model)}: {json.dumps(names)}" for model, names in sorted(known.items()))
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def ratio(times, others, widths):
+    """The geometric mean of the ratios of times over some columns."""
+    return geometric_mean(times[str(width)] / others[str(width)] for width in widths)
 
 
 instructions = Case(
@@ -89,7 +119,7 @@ instructions = Case(
     """The time of products in C by the instructions that they use, which this processor can do.
 
 All run in turns, over more weights than a core's cache holds. The minimum over repeats counts. `assisted/fast/processors.json`
-is told whether AVX512-BF16 takes less time than AVX512 on this model of a processor, over one column and five.
+is told what this model of a processor gains from AVX512-BF16.
 """,
     measure_instructions,
     options={"repeats": 20, "note": (False, "note the result in assisted/fast/processors.json")},

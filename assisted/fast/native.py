@@ -241,7 +241,7 @@ def _share_openmp() -> None:
 
 
 def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
-    """A file in C beside this one as a library, compiled once, and an empty string; or None and why there is none."""
+    """A file of `variants.KERNELS` as a library, compiled once, and an empty string; or None and why there is none."""
     if os.environ.get(VARIABLE, "") == "0":
         return None, _CHOSEN
     if platform.system() != "Linux":
@@ -251,7 +251,7 @@ def compiled(name: str, flags: Sequence[str]) -> tuple[Any, str]:
         return None, f"no C compiler was found; install {_COMPILER}"
     if shutil.which(compiler.split()[0]) is None:
         return None, f"CC names {compiler}, which is not here; install {_COMPILER}, and leave CC out"
-    source = Path(__file__).with_name(name)
+    source = variants.KERNELS / name
     text = b"".join(part.read_bytes() for part in (source, *sorted(source.parent.glob("*.h"))))
     key = hashlib.sha256(text + " ".join((compiler, *flags)).encode()).hexdigest()[:16]
     reasons = []
@@ -498,7 +498,7 @@ class NativeNorm:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a layer computes beside products and norms, as native.c has it.
+    """What a layer computes beside products and norms, as kernels/layer.h has it.
 
     Attributes:
         key_heads, head_size, scaling: of its attention.

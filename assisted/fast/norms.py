@@ -34,7 +34,7 @@ class NormKind:
 
     @functools.cached_property
     def flags(self) -> int:
-        """As native.c has them."""
+        """As kernels/abi.h has them."""
         return 1 + 2 * self.rounds + 4 * self.adds_one + 8 * self.rounds_weight + 16 * self.centers
 
 

@@ -1,4 +1,4 @@
-"""What crosses from Python into C: addresses of tensors, and the structs of `native.c`, `heads.h` and `delta.c`.
+"""What crosses from Python into C: addresses of tensors, and the structs of `kernels/abi.h` and `kernels/delta.c`.
 
 Every address is made by `pointer`, which checks what torch would check. The structs are read from the sources in C; a library's
 own sizes and offsets are compared with them when it is loaded. Knows nothing of what the functions in C do.
@@ -10,10 +10,11 @@ import ctypes
 import re
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from .variants import KERNELS
 
 
 class OtherLayout(RuntimeError):
@@ -70,12 +71,12 @@ def _offsets(struct: type[ctypes.Structure]) -> list[int]:
     return [getattr(struct, name).offset for name, *_ in struct._fields_]
 
 
-def _declared(files: Sequence[str], names: str, here: str = "") -> tuple[type[ctypes.Structure], ...]:
-    """The structs of these names that files in C declare. here: their names in Python, where these are others.
+def _declared(file: str, names: str, here: str = "") -> tuple[type[ctypes.Structure], ...]:
+    """The structs of these names that a file in C declares. here: their names in Python, where these are others.
 
     A pointer is an address, or takes an array of ctypes if it is one to constant doubles.
     """
-    text = "".join(Path(__file__).with_name(file).read_text() for file in files)
+    text = (KERNELS / file).read_text()
     bodies = re.findall(r"typedef struct \{(.*?)\} (\w+);", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL), re.DOTALL)
     found: dict[str, Any] = {"int64_t": c_int64, "float": c_float}
     own = dict(zip(names.split(), (here or names).split(), strict=True))
@@ -90,10 +91,10 @@ def _declared(files: Sequence[str], names: str, here: str = "") -> tuple[type[ct
     return tuple(found[name] for name in own)
 
 
-OF_NATIVE = _declared(("native.c", "heads.h"), "Product Norm Layer End Pass Head Tree")
+OF_NATIVE = _declared("abi.h", "Product Norm Layer End Pass Head Tree")
 Product, Norm, Layer, End, Pass, Head, Tree = OF_NATIVE
 OF_DELTA = _declared(
-    ("delta.c",), "Shape Columns Product Layer Pass Head", "Shape Columns Floats HybridLayer HybridPass MtpHead"
+    "delta.c", "Shape Columns Product Layer Pass Head", "Shape Columns Floats HybridLayer HybridPass MtpHead"
 )
 Shape, Columns, Floats, HybridLayer, HybridPass, MtpHead = OF_DELTA
 TREE_NODES = "tokens", "parents", "depths", "columns", "children"

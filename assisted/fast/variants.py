@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+KERNELS = HERE / "kernels"
+"""The folder of the sources in C."""
 PREBUILT = HERE / "prebuilt"
 """The folder of the libraries that came with a wheel, in a folder named after `stamp`."""
 _AVX512 = "avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"
@@ -46,7 +48,7 @@ __kmpc_for_static_init_8 __kmpc_for_static_fini"""
 
 @dataclass(frozen=True)
 class Variant:
-    """A library for processors of one kind. source: the file beside this one. needs: what the processor has to have, as Linux
+    """A library for processors of one kind. source: the file in `KERNELS`. needs: what the processor has to have, as Linux
     names it."""
 
     source: str
@@ -81,7 +83,7 @@ def _machine_flags(needs: tuple[str, ...]) -> tuple[str, ...]:
 
 def stamp() -> str:
     """Which sources and flags libraries are made from."""
-    files = *sorted(HERE.glob("*.c")), *sorted(HERE.glob("*.h")), Path(__file__)
+    files = *sorted(KERNELS.glob("*.c")), *sorted(KERNELS.glob("*.h")), Path(__file__)
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
@@ -121,7 +123,7 @@ def build(folder: Path, system: str, machine: str, compiler: list[str]) -> None:
             flags = [flag for flag in flags if not flag.startswith("-march")]  # each Mac on ARM can do more
         with tempfile.TemporaryDirectory() as own:
             code = str(Path(own, "code.o"))
-            subprocess.run([*compiler, *flags, "-c", str(HERE / variant.source), "-o", code], check=True)
+            subprocess.run([*compiler, *flags, "-c", str(KERNELS / variant.source), "-o", code], check=True)
             linked = {"macosx": ["-Wl,-undefined,dynamic_lookup"], "linux": ["-Wl,-s"], "win": []}[system]
             if system == "win":
                 calls, runtime = Path(own, "calls.def"), Path(own, "runtime.lib")

@@ -1,18 +1,8 @@
 /* EAGLE-3 heads (2503.01840): steps of their one layer, and the token trees that grow from them (2406.16858). One row. */
 
-typedef struct {
-    Layer layer;
-    Product output;           /* from states to logits of the draft vocabulary */
-    const number *embeddings; /* of the target's tokens, [rows, hidden] */
-    const number *token_norm, *state_norm, *end_norm; /* weights, [hidden] */
-    const int64_t *tokens;    /* [vocabulary]: the target's tokens that can be drafted; NULL for 0, 1, ... */
-    int64_t rows, vocabulary;       /* logits, without padding */
-    int64_t normed_residual, normed_output; /* the residual is the normed state; the state is what the last norm returns */
-    float token_epsilon, state_epsilon, end_epsilon, tap_epsilon; /* of the norms */
-    Product fuse;             /* from features, the target's hidden states side by side, to states */
-    const number *tap_norms;  /* of each of them, [fuse.inputs]; NULL if they are not normed */
-    int64_t taps;
-} Head;
+#pragma once
+
+#include "layer.h"
 
 /* The states [n, hidden] of features [n, fuse.inputs]. room: n * fuse.inputs. scratch: as `multiply`. */
 void fuse_features(
@@ -66,27 +56,6 @@ void logits_of_head(
         for (int64_t c = 0; c < n; c++) norm(states + c * size, h->end_norm, size, h->end_epsilon, room + c * size);
     multiply(&h->output, h->normed_output ? states : room, n, logits, scratch, threads);
 }
-
-/* A token tree of one row while it grows. Nodes are candidates, in the order in which they were found; -1 is the committed text. */
-typedef struct {
-    int64_t depth, beam, candidates, nodes, room; /* see `Limits` */
-    /* The rates of candidates: base + slope * probability by rank and bin of the probability, see `Rates`. */
-    const double *base, *slope, *edges;
-    int64_t ranks, bins;
-    int64_t *tokens, *parents, *depths, *columns, *children; /* of nodes; a node's column and its first child, or -1 */
-    double *scores;   /* log-probabilities of the paths */
-    float *sure;      /* the head's probabilities */
-    int64_t *best;    /* the most probable nodes, best first; one more than `nodes` */
-    int64_t *reading; /* the nodes that are read next, [beam] */
-    int64_t found, kept, width; /* how many nodes, best ones and ones to be read there are */
-    int64_t read, last; /* columns, and the first of those that were read last */
-    int64_t known;    /* slots of the committed text */
-    number *states;   /* of the columns that were read last, [beam, hidden]; at first the state after the text */
-    number *before, *space, *logits; /* [beam, hidden], [4 * beam, hidden], [beam, outputs] */
-    number *angles;   /* [2, beam, head size] */
-    int64_t *ids, *places, *slots, *starts; /* [beam], [beam], [beam * (known + depth + 1)], [beam + 1] */
-    float *scratch;
-} Tree;
 
 /* The rate of a candidate; 0 where its probability is 0 or not a number. */
 static double rate_of(const Tree *t, double probability, int64_t rank) {

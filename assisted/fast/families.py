@@ -1,7 +1,7 @@
 """What the layers of transformers' architectures compute, as data, and which models have them.
 
-A layer runs in few operations or in C as its `Form` says (layers.py, kernels/layer.h). Classes are compared by identity: another
-one may compute something else."""
+A layer runs in few operations or in C as its `Form` says (layers.py, kernels/layer.h). Classes are compared by identity:
+another one may compute something else."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def advice(examination: Examination) -> list[str]:
         others = f", the best of these {len(ran)}" if len(ran) > 1 else ""
         lines.append(
             f"Take draft={best.draft!r}{others}. draft_length='adaptive', the default, finds a length by itself; a fixed one "
-            f"would be {best.best}. Measured in short calls: {checked:.2f} times the speed of the baseline; expected for long "
-            f"texts: {_times(best.speedup)}."
+            f"would be {best.best}. Measured in short calls: {checked:.2f} times the speed of the baseline, "
+            f"{checked / without:.2f} over no draft; expected for long texts: {_times(best.speedup)}, {_drafting(best)}."
         )
     lines.append(_hint(best))
     if examination.plain_way != "plain" and "oneDNN" in examination.plain_way:
@@ -184,18 +184,24 @@ def _diagnosis(one: Diagnosis, examination: Examination) -> Iterator[str]:
     ]
     yield _table(rows, "    ")
     yield _item(
-        f"Best draft length: {one.best}, {_times(one.speedup)} the speed of the baseline. It would be "
+        f"Best draft length: {one.best}, {_times(one.speedup)} the speed of the baseline, {_drafting(one)}. It would be "
         f"{one.if_twice_as_fast:.2f} with a draft twice as fast, {one.if_half_as_wrong:.2f} with one that is wrong half as "
         f"often, {one.if_columns_cost_half:.2f} if further tokens in a pass cost half."
     )
+    loop = examination.undrafted
     for check in one.checks:
         same = f", {check.same} of {check.texts} texts the same" if check.same is not None else ""
-        measured = (
-            f"Measured, {check.way}: {_times(check.speedup)}{same} ({_plural(check.texts, 'call')}, prompts included)."
-        )
+        over = "" if loop is None else f", {check.speedup.ratio / loop.ratio:.2f} over no draft"
+        calls = _plural(check.texts, "call")
+        measured = f"Measured, {check.way}: {_times(check.speedup)}{over}{same} ({calls}, prompts included)."
         if check.predicted is not None:
             measured += f" Predicted for these calls: {check.predicted:.2f}; {_verdict(check, check.predicted)}."
         yield _item(measured)
+
+
+def _drafting(one: Diagnosis) -> str:
+    """What drafting is expected to add to this package's loop and kernels, which are the rest of the speedup."""
+    return f"{one.speedup.ratio / one.expected[0].speedup.ratio:.2f} over no draft"
 
 
 def _verdict(check: Check, predicted: float) -> str:

@@ -62,10 +62,9 @@ def copied_in(dtype: torch.dtype) -> torch.dtype | None:
 def may_copy(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether parameters may be copied: plain tensors on a CPU, of a dtype that `packs`, with enough free memory."""
     held = list(parameters)
-    if any(map(is_wrapper_subclass, held)):  # the dtype of quanto's and torchao's is the one they compute in
-        return False
     kinds = {(p.device.type, p.dtype) for p in held}
-    if not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
+    # the dtype of quanto's and torchao's tensors is the one they compute in
+    if any(map(is_wrapper_subclass, held)) or not all(device == "cpu" and packs(dtype) for device, dtype in kinds):
         return False
     return may_take(sum(p.numel() * (copied_in(p.dtype) or p.dtype).itemsize for p in held))
 
@@ -98,14 +97,12 @@ def _runs_in_c(inputs: int, dtype: torch.dtype) -> bool:
 def reads_in_place(modules: Iterable[nn.Module]) -> bool:
     """Whether a product of linear modules runs in C from their weights, where these are."""
     weights: list[Any] = [getattr(module, "weight", None) for module in modules if type(module) is nn.Linear]
-    return bool(weights) and all(
-        not is_wrapper_subclass(weight)
-        and weight.is_cpu
-        and weight.dtype == weights[0].dtype
-        and weight.stride(1) == 1
-        and _runs_in_c(weight.shape[1], weight.dtype)
-        for weight in weights
-    )
+    if not weights or any(map(is_wrapper_subclass, weights)):
+        return False
+    alike = {(weight.device.type, weight.dtype, weight.stride(1)) for weight in weights} == {
+        ("cpu", weights[0].dtype, 1)
+    }
+    return alike and all(_runs_in_c(weight.shape[1], weight.dtype) for weight in weights)
 
 
 def suffice_in_place(modules: Iterable[nn.Module]) -> bool:

@@ -221,6 +221,16 @@ def test_the_layer_that_suffices_is_found(enough, sampling, no_fallback):
     assert all(choice.acceptance(layer) < 0.8 for layer in range(1, enough))
 
 
+def test_tokens_after_the_first_wrong_one_teach_nothing(monkeypatch):
+    model = target()
+    ours, taught = pair(model, "early-exit:2"), []
+    learn = ExitChoice.learn
+    monkeypatch.setattr(ExitChoice, "learn", lambda *told: taught.append(told[2:]) or learn(*told))
+    ours.generate(random_ids(model, 1, 9), **CALL)
+    assert any(hits < 3 for hits, _ in taught)  # of four, but for those at the end
+    assert all(trials == hits + 1 for hits, trials in taught if hits < 3)
+
+
 @pytest.mark.usefixtures("steady_clock")
 def test_what_was_learned_is_kept_for_the_next_call(no_fallback):
     model = target(enough=3)

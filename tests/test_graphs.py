@@ -651,6 +651,27 @@ def test_what_is_not_a_number_does_not_stay_in_the_slots():
     check(target, model)
 
 
+@torch.inference_mode()
+def test_slots_behind_a_text_that_moves_in_are_zero():
+    model = build(BY_NAME["llama"])
+    runner, holder = served(model)
+    ids = random_ids(model, 1, 30)
+    runner.prefill(ids[:, :9], None)
+    for n in range(9, 12):
+        runner(ids[:, n, None])
+        runner.commit([1])
+    buffers, cache = holder.buffers, slots_for(model, None, 1, 200, Traits.of(model).masks)
+    CachedModel(model, cache, Traits.of(model).masks).prefill(ids[:, :5], None)
+    for layer in buffers.slots.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    kept = [layer.keys[:, :, :5].clone() for layer in cache.layers]
+    buffers.take(cache)
+    for layer, keys in zip(cache.layers, kept, strict=True):
+        assert torch.equal(layer.keys[:, :, :5], keys)
+        assert not layer.keys[:, :, 5:].any() and not layer.values[:, :, 5:].any()
+
+
 def test_a_copy_of_a_pair_captures_its_own():
     target, model = pair()
     check(target, model, 1)

@@ -25,7 +25,7 @@ from assisted.engine.cache import SlotCache
 from assisted.lengths.rates import Rates
 from assisted.methods.eagle import draft as eagle
 from assisted.methods.mtp.draft import MTPDrafter, MTPDrafting
-from assisted.methods.mtp.head import MTPHead, SequentialMTP, first_tensors, load_mtp, save_mtp
+from assisted.methods.mtp.head import MTPHead, SequentialMTP, first_tensors, load_mtp, save_mtp, without_first
 from assisted.methods.shared.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in [*ARCHITECTURES, *RECURRENT]}
@@ -191,6 +191,26 @@ def test_kept_columns_are_those_of_the_definition(tree):
     found = differences(tree)
     assert len(found) > 3 * 6
     assert max(found) < 1e-4
+
+
+@torch.no_grad()
+def test_layers_after_the_first_read_states_of_their_own() -> None:
+    """Only if all layers read is the text handed on from one to the next."""
+    layers = random_layers(build(BY_NAME["llama"]))
+    size, drawn = layers.config.hidden_size, torch.Generator().manual_seed(0)
+    words, states = (torch.randn(1, 5, n * size, generator=drawn) for n in (1, 2))
+    sees = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    made = [
+        layer(words, own, None, without_first(sees, at), None)
+        for at, (layer, own) in enumerate(zip(layers.layers[1:], states.split(size, -1), strict=True), 1)
+    ]
+    assert torch.equal(layers(words, states), made[0])
+    layers.layers[1].forward = lambda *given: made[0]  # what the last one then reads is still its own
+    read: list[torch.Tensor] = []
+    last = layers.layers[2].forward
+    layers.layers[2].forward = lambda *given: read.append(given[1]) or last(*given)
+    layers(words, states)
+    assert torch.equal(read[0], states[..., size:])
 
 
 @torch.no_grad()

@@ -224,6 +224,21 @@ def test_training_sees_what_drafting_reads(name: str) -> None:
             assert torch.allclose(drafted[row, column], alone, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_row_learns_what_the_target_says_after_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of a draft that says in every row what the target says there is that of the target with itself."""
+    training, ids = trained(build(BY_NAME["llama"]), tokens=3), random_ids(build(BY_NAME["llama"]), 2, 24, seed=5)
+    logits = 4 * torch.randn(2, 24, 90, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(
+        training, "parallel", lambda ids, anchors, depths: (logits, logits[:, anchors + depths + training.off])
+    )
+    losses = []
+    for training.off in (0, -1):
+        torch.manual_seed(0)
+        losses.append(float(training.loss(ids, 0)))
+    assert losses[0] < 0.1 * losses[1]
+
+
 def trained(target: Any, **settings: Any) -> PardTraining:
     about = PardSettings(layers=1, mask_token=settings.pop("mask_token", MASK), **settings)
     return PardTraining(target, tokenizer(), about, student=half_right(target))

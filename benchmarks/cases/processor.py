@@ -123,7 +123,7 @@ is told what this model of a processor gains from AVX512-BF16.
 """,
     measure_instructions,
     options={"repeats": 20, "note": (False, "note the result in assisted/fast/processors.json")},
-    sections=(Section("concepts/fast-path", "instructions"),),
+    sections=tuple(Section("concepts/fast-path", name, (name,)) for name in ("instructions", "in_place")),
     what=f"a {OUTER} x {INNER} weight",
     notes=("Milliseconds, the least of {rounds} rounds.",),
     columns={

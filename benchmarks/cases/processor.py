@@ -91,7 +91,8 @@ def measure_instructions(args):
 
 def note(its, times, file):
     """What this model of a processor gains from AVX512-BF16, by mean ratios of the times: from sums in bfloat16; and, over a
-    draft's columns, from asking ahead, and from weights in place, which may take a tenth longer, as they save the copies."""
+    draft's columns, from asking ahead, and from weights in place. Those may take a quarter longer: a forward pass then takes a
+    tenth longer at most, and the model half the memory."""
     one = NAMES["avx512_bf16"]
     known = json.loads(file.read_text())
     known.pop(its["processor_model"], None)
@@ -100,7 +101,7 @@ def note(its, times, file):
         few = [width for width in WIDTHS if width <= 8]
         found = {
             native.DIRECT: ratio(packed[one], packed.get(NAMES["avx512_vnni"], packed["AVX512"]), WIDTHS) < 1,
-            native.IN_PLACE: ratio(in_place[one], packed[one], few) < 1.1,
+            native.IN_PLACE: ratio(in_place[one], packed[one], few) < 1.25,
             native.FETCHES: ratio(bits[one + AHEAD], bits[one], few) < 1,
         }
         if found[native.DIRECT]:

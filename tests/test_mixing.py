@@ -141,17 +141,25 @@ def test_what_treats_each_token_alone_may_draft(case: tuple[type, str], dtype: t
     assert said_of(quantized(name, kind, dtype)) is None
 
 
-@pytest.mark.parametrize("layers", [3, 8])
-def test_rounded_inputs_are_no_reason_to_refuse(layers: int) -> None:
+class InEightBitsOfFloat(nn.Linear):
+    """Inputs of three bits after the point and one scale that was chosen before, as in checkpoints of FP8."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward((inputs / 0.006).clamp(-448, 448).to(torch.float8_e4m3fn).to(inputs.dtype) * 0.006)
+
+
+@pytest.mark.parametrize("kind,layers", [(RoundedByToken, 3), (RoundedByToken, 8), (InEightBitsOfFloat, 8)])
+def test_rounded_inputs_are_no_reason_to_refuse(kind: type, layers: int) -> None:
     """Where another order of sums rounds a number of an input to its other neighbour, logits move by up to 0.05 of their
     deviation."""
     for seed in range(6):
         torch.manual_seed(seed)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, initializer_range=0.4, **sizes))
+        spread = 0.15 if kind is InEightBitsOfFloat else 0.4
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, initializer_range=spread, **sizes))
         for module in model.model.modules():
             if type(module) is nn.Linear:
-                module.__class__ = RoundedByToken
+                module.__class__ = kind
         require_verifiable(model.eval())
 
 

@@ -982,6 +982,20 @@ def test_every_class_of_transformers_is_own() -> None:
     assert len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) > 150
 
 
+@pytest.mark.parametrize("name", ["from_pretrained", "push_to_hub", "save_pretrained"])
+def test_a_library_that_adds_its_own_files(name: str, weights: tuple[Any, Any], monkeypatch: Any) -> None:
+    """As sinq 0.2 does from the moment it is imported, for every model: what loads and saves is in no forward pass."""
+    target = weights[0]
+    before = vars(transformers.PreTrainedModel).get(name, getattr(transformers.PreTrainedModel, name))
+    inner = getattr(before, "__func__", before)
+
+    def added(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, name, classmethod(added) if name == "from_pretrained" else added)
+    assert trust(target).is_own
+
+
 @over("architecture", [*ARCHITECTURES, *RECURRENT], also=lambda one: [one.name] if one.name in FUSED else [])
 def test_what_is_fused(architecture: Any) -> None:
     target = build(architecture)

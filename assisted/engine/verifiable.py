@@ -34,8 +34,9 @@ from .traits import Traits, change_of, require_verifiable_cache
 from .trust import Code, Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
-_MOVED = 32  # times the dtype's epsilon, by which embeddings are moved to see what a model makes of rounding
-_AMPLIFIED = 4  # times what that changes; 0.02 to 0.1 occur, and 1.9 where layers round their inputs to 8 bits
+_MOVED = 8  # times the dtype's epsilon, by which results of modules are moved to see what a model makes of rounding
+_TRIES = 4  # to move them; few moves, if any, take a number past the middle between two that inputs are rounded to
+_AMPLIFIED = 4  # times the most that changes; up to 1 occurs where layers round their inputs to 8 bits
 _WRONG = rounding_of(torch.bfloat16)  # no rounding is this large
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
@@ -344,22 +345,27 @@ def _differs(what: str, difference: float, limit: float) -> str:
 
 def _allowed(model: PreTrainedModel, difference: float, limit: float, ids: torch.Tensor, prompt: int) -> float:
     """How large a difference may be. One above the limit is compared with what this model makes of rounding: its logits for
-    ids [2, n], one token at a time after the prompt, with embeddings that are moved by a few roundings. Layers that round their
-    inputs to 8 bits answer to one in a hundred moves, by 0.01."""
+    ids [2, n], one token at a time after the prompt, where what each module returns is moved by a few roundings. Layers that
+    round their inputs to 8 bits answer to few of these moves, but by 0.01; to moved embeddings alone, some never do."""
     if difference <= limit or not difference < _WRONG or _is_half(model):
         return limit
     expected = _one_by_one(model, ids, prompt)
     chance = torch.Generator(device_of(model)).manual_seed(0)
 
-    def rounded(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        moved = torch.rand(output.shape, generator=chance, device=output.device, dtype=output.dtype) * 2 - 1
-        return output * (1 + _MOVED * torch.finfo(output.dtype).eps * moved)
+    def rounded(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or output.dtype not in _FLOATS:
+            return None
+        moved = torch.rand(output.shape, generator=chance, device=chance.device, dtype=output.dtype) * 2 - 1
+        return output * (1 + _MOVED * torch.finfo(output.dtype).eps * moved.to(output.device))
 
-    hook = model.get_input_embeddings().register_forward_hook(rounded)
+    innermost = [module for module in model.modules() if next(module.children(), None) is None]
+    hooks = [module.register_forward_hook(rounded) for module in innermost]
     try:
-        return max(limit, min(_WRONG, _AMPLIFIED * apart(_one_by_one(model, ids, prompt), expected)))
+        most = max(apart(_one_by_one(model, ids, prompt), expected) for _ in range(_TRIES))
+        return max(limit, min(_WRONG, _AMPLIFIED * most))
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _rows_of_text(model: PreTrainedModel, prompt: int) -> torch.Tensor:

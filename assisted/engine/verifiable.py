@@ -108,20 +108,22 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {reason}"
 
 
-def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], None]) -> str | None:
+def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], None], rows: int) -> str | None:
     """Why the result for a token depends on the other tokens of its forward pass; None if it does not.
 
     Some quantization chooses one scale, or the columns of outliers, for all activations of a forward pass. So a target with
     other modules than those of torch and transformers is tried: a few tokens beside ordinary ones, and beside outliers. What
     bitsandbytes' threshold changes is small, so drafting goes on, with one warning; `note` gets its sentence in every call.
 
-    trusted: whose code it runs.
+    trusted: whose code it runs. rows: the most that a forward pass of the call has. Some quantization shares scales among rows
+    only: one for the same position of all.
     """
     model = unwrapped(model)
     kind = None if model.training else _rounding_kind(model)
     if kind is None:
         return None
-    moved = _tried(model, trusted, ("mixes",), partial(_moved_by_outliers, model))
+    beside = rows > 1
+    moved = _tried(model, trusted, ("mixes", beside), partial(_moved_by_outliers, model, beside))
     if moved is None:
         return None
     what = f"{kind} rounds a token by what else its forward pass computes, which moves logits by {moved} of their deviation"
@@ -157,14 +159,16 @@ def _rounding_kind(model: PreTrainedModel) -> str | None:
     )
 
 
-def _moved_by_outliers(model: PreTrainedModel) -> str | None:
-    """How far logits move when the tokens around have outliers, in the same row and in another one; None if that is rounding.
-    Both passes have one shape, so nothing else differs."""
-    traits, rows, width = Traits.of(model), 4, 8
-    ids = (torch.arange(7, 7 + rows * width, device=device_of(model)).view(rows, width) * 7919) % traits.vocabulary
+def _moved_by_outliers(model: PreTrainedModel, beside: bool) -> str | None:
+    """How far logits move when the tokens around have outliers; None if that is rounding. Both passes have one shape, so
+    nothing else differs. beside: the tokens around are in the same row and in another one, instead of in the same row alone."""
+    traits, texts, width = Traits.of(model), 4, 8
+    ids = (torch.arange(7, 7 + texts * width, device=device_of(model)).view(texts, width) * 7919) % traits.vocabulary
     decoder: Any = model.get_decoder() if traits.crosses else model
 
-    def logits(size: float) -> torch.Tensor:
+    def logits(size: float, ids: torch.Tensor) -> torch.Tensor:
+        rows = len(ids)
+
         def altered(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
             if output.shape[:2] != ids.shape:
                 return None
@@ -172,7 +176,9 @@ def _moved_by_outliers(model: PreTrainedModel) -> str | None:
             spikes = torch.zeros(rows, width, numbers, device=made.device, dtype=made.dtype)
             where = torch.arange(rows * width, device=made.device).view(rows, width, 1) * 37 % numbers
             spikes.scatter_(2, where, (size * output.float().abs().mean()).to(made.dtype).expand(where.shape))
-            made[0], made[1:, 1:] = spikes[0], spikes[1:, 1:]
+            made[:, 1:] = spikes[:, 1:]
+            if beside:
+                made[0] = spikes[0]
             return made
 
         hook = decoder.get_input_embeddings().register_forward_hook(altered) if size else None
@@ -182,15 +188,18 @@ def _moved_by_outliers(model: PreTrainedModel) -> str | None:
                 output: Any = alone(model, Encoded.trial(model, rows), [*range(rows)], ids, both)
             else:
                 output = model(input_ids=ids, use_cache=False, return_dict=True)
-            return output.logits[1:, 0].float()
+            return output.logits[int(beside) :, 0].float()
         finally:
             if hook is not None:
                 hook.remove()
 
+    def of_all(size: float) -> torch.Tensor:
+        return torch.cat([logits(size, some) for some in ids.split(texts if beside else 1)])
+
     with _attributes_kept(model), _buffers_kept(model):
-        expected = logits(0.0)
+        expected = of_all(0.0)
         for size in _OUTLIERS:
-            if bool((found := logits(size)).isfinite().all()):
+            if bool((found := of_all(size)).isfinite().all()):
                 moved = apart(found, expected)
                 return f"{moved:.2g}" if moved > _MIXED.get(model.dtype, _MIXED_HALF) else None
     return None

@@ -156,7 +156,7 @@ class Generation:
         if (because := why_own_forward(inputs, settings)) is not None:
             settings.mode = "eager"
             self.recorder.ran("own forward", because)
-        if (reason := why_plain(inputs, drafter.needs, settings)) is not None:
+        if (reason := why_plain(inputs, drafter.needs, settings, len(inputs.ids))) is not None:
             raise _Plainly(reason)
         warn_of_restarts(inputs, settings)
         given, do_sample = inputs.cache, inputs.config.do_sample

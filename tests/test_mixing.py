@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,8 +123,8 @@ def quantized(name: str, kind: type, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-def said_of(model: Any) -> str | None:
-    return mixes_tokens(model, trust(model), lambda said: None)
+def said_of(model: Any, rows: int = 2) -> str | None:
+    return mixes_tokens(model, trust(model), lambda said: None, rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,25 +137,35 @@ def test_what_mixes_tokens_is_found(kind: type, name: str, dtype: torch.dtype) -
     assert "rounds a token by what else its forward pass computes" in str(said_of(model))
     assert all(map(torch.equal, model.state_dict().values(), before[0].values()))
     assert all(map(torch.equal, model.buffers(), before[1]))
+    assert (said_of(model, rows=1) is None) == (kind is ByColumnOfRows)
 
 
 @pytest.mark.parametrize("case,dtype", in_turns(KEEPS_IN, [torch.float32, torch.bfloat16]))
 def test_what_treats_each_token_alone_may_draft(case: tuple[type, str], dtype: torch.dtype) -> None:
     kind, name = case
-    assert said_of(quantized(name, kind, dtype)) is None
+    model = quantized(name, kind, dtype)
+    assert said_of(model) is None and said_of(model, rows=1) is None
 
 
-@pytest.mark.parametrize("layers", [3, 8])
-def test_rounded_inputs_are_no_reason_to_refuse(layers: int) -> None:
+class InEightBitsOfFloat(nn.Linear):
+    """Inputs of three bits after the point and one scale that was chosen before, as in checkpoints of FP8."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward((inputs / 0.006).clamp(-448, 448).to(torch.float8_e4m3fn).to(inputs.dtype) * 0.006)
+
+
+@pytest.mark.parametrize("kind,layers", [(RoundedByToken, 3), (RoundedByToken, 8), (InEightBitsOfFloat, 8)])
+def test_rounded_inputs_are_no_reason_to_refuse(kind: type, layers: int) -> None:
     """Where another order of sums rounds a number of an input to its other neighbour, logits move by up to 0.05 of their
     deviation."""
     for seed in range(6):
         torch.manual_seed(seed)
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, initializer_range=0.4, **sizes))
+        spread = 0.15 if kind is InEightBitsOfFloat else 0.4
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_attention_heads=4, initializer_range=spread, **sizes))
         for module in model.model.modules():
             if type(module) is nn.Linear:
-                module.__class__ = RoundedByToken
+                module.__class__ = kind
         require_verifiable(model.eval())
 
 
@@ -164,6 +178,32 @@ def test_its_text_is_the_targets_own() -> None:
         found = pair.generate(ids, **CALL)
     assert found.equal(model.generate(ids, **CALL))
     assert pair.report.drafted == 0 and "rounds a token" in str(pair.report.because)
+
+
+def test_rows_that_share_scales_draft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quark's scheme PTPC FP8 names the tokens' dimension, so a scale is that of a position of all rows."""
+    (tmp_path / "quark").mkdir()
+    (tmp_path / "quark" / "__init__.py").write_text(
+        "import torch\n\n\nclass QParamsLinear(torch.nn.Linear):\n    def forward(self, x):\n"
+        "        scale = x.abs().amax((0, -1), keepdim=True) / 127\n"
+        "        return super().forward((x / scale).round() * scale)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "quark", None)  # whatever is there now comes back afterwards
+    del sys.modules["quark"]
+    model = quantized("llama", importlib.import_module("quark").QParamsLinear)
+    pair = AssistedModelForCausalLM.from_models(model, draft="recycle", draft_length=4)
+    ids = random_ids(model, 2, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pair.generate(ids[:1], **CALL).equal(model.generate(ids[:1], **CALL))
+    assert pair.report.drafted > 0
+    for more in ({"inputs": ids}, {"inputs": ids[:1], "num_return_sequences": 2, "do_sample": True}):
+        with pytest.warns(UserWarning, match="without drafts: QParamsLinear rounds a token"):
+            pair.generate(**CALL | more)
+        assert pair.report.drafted == 0
+    with pytest.raises(ValueError, match="rounds a token"):
+        list(pair.generate_many([*ids], max_new_tokens=4))
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)

@@ -982,6 +982,20 @@ def test_every_class_of_transformers_is_own() -> None:
     assert len(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())) > 150
 
 
+@pytest.mark.parametrize("name", ["from_pretrained", "push_to_hub", "save_pretrained"])
+def test_a_library_that_adds_its_own_files(name: str, weights: tuple[Any, Any], monkeypatch: Any) -> None:
+    """As sinq 0.2 does from the moment it is imported, for every model: what loads and saves is in no forward pass."""
+    target = weights[0]
+    before = vars(transformers.PreTrainedModel).get(name, getattr(transformers.PreTrainedModel, name))
+    inner = getattr(before, "__func__", before)
+
+    def added(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, name, classmethod(added) if name == "from_pretrained" else added)
+    assert trust(target).is_own
+
+
 @over("architecture", [*ARCHITECTURES, *RECURRENT], also=lambda one: [one.name] if one.name in FUSED else [])
 def test_what_is_fused(architecture: Any) -> None:
     target = build(architecture)
@@ -989,6 +1003,29 @@ def test_what_is_fused(architecture: Any) -> None:
     assert found.is_own
     assert all(map(lambda one, other: one is other, found.code, trust(target).code))
     assert fused(target).through_parts == (architecture.name in FUSED)
+
+
+def test_layers_of_sinq_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
+    """They choose one of their methods once, and keep it as an attribute."""
+    (tmp_path / "sinq").mkdir()
+    (tmp_path / "sinq" / "__init__.py").write_text(
+        "import torch\n\n\nclass SINQLinear(torch.nn.Linear):\n    def choose(self):\n"
+        "        self._forward_impl = self.forward_pytorch\n\n"
+        "    def forward(self, x):\n        return self._forward_impl(x)\n\n"
+        "    def forward_pytorch(self, x):\n        return x @ self.weight.t()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "sinq", None)  # whatever is there now comes back afterwards
+    del sys.modules["sinq"]
+    kind: Any = importlib.import_module("sinq").SINQLinear
+    target = build(BY_NAME["llama"])
+    for linear in target.model.modules():
+        if type(linear) is torch.nn.Linear:
+            linear.__class__ = kind
+            linear.choose()
+    model, ids = AssistedModelForCausalLM.from_models(target, "suffix"), random_ids(target, 2, 12)
+    assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+    assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0
 
 
 def test_layers_of_auto_round_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:

@@ -122,15 +122,16 @@ def going_on(
     return using(kwargs.get(CACHE), model, ids, mask, resumes, change)
 
 
-def why_plain(inputs: LoopInputs, needs: Needs, settings: CallSettings) -> str | None:
-    """Why a call has to be decoded without drafts; None if it can be assisted. needs: of the call's drafters.
+def why_plain(inputs: LoopInputs, needs: Needs, settings: CallSettings, rows: int) -> str | None:
+    """Why a call has to be decoded without drafts; None if it can be assisted. needs: of the call's drafters. rows: the most
+    that a forward pass has.
 
     Asked in every call, because the target may have been moved, cast or patched since the last one.
     """
     if (reason := _of_inputs(inputs)) is not None:
         return reason
     model, trusted = inputs.model, settings.trust_in(inputs.model)
-    reason = obstacle_to(model, trusted, needs) or mixes_tokens(model, trusted, settings.note)
+    reason = obstacle_to(model, trusted, needs) or mixes_tokens(model, trusted, settings.note, rows)
     if reason is None and not settings.fuses and not masks_of(model, trusted, False).trees:
         return obstacle_to(
             model, trusted, needs, False

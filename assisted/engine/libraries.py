@@ -173,8 +173,8 @@ MODEL_METHODS = frozenset(
     }
 )
 """Methods of PreTrainedModel for loading and saving."""
-NOT_IN_FORWARD = frozenset({"_init_weights"})
-"""Methods of models that no forward pass runs."""
+NOT_IN_FORWARD = frozenset({"_init_weights", "from_pretrained", "push_to_hub", "save_pretrained"})
+"""Methods of models that no forward pass runs. Some libraries replace them to add a format of their own."""
 
 
 _updates = _found(

@@ -32,7 +32,8 @@ from .parts import unwrapped
 
 _NAMES = (  # of libraries, quantizers, and kernels that transformers imports itself
     "transformers torch accelerate peft huggingface_hub auto_round auto_round_extension awq bitsandbytes compressed_tensors "
-    "eetq gptqmodel hqq optimum.quanto quark torchao vptq causal_conv1d fla flash_attn flash_attn_interface kernels mamba_ssm"
+    "eetq gptqmodel hqq optimum.quanto quark sinq torchao vptq causal_conv1d fla flash_attn flash_attn_interface kernels "
+    "mamba_ssm"
 )
 _HOME = os.path.join(os.path.dirname(transformers.__file__), "")
 _FILES = ("activations", "cache_utils", "masking_utils", "modeling_layers", "modeling_rope_utils", "pytorch_utils")

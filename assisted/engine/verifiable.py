@@ -34,8 +34,9 @@ from .traits import Traits, change_of, require_verifiable_cache
 from .trust import Code, Trust, trust
 
 _LEAST_ROUNDING = 16  # times the dtype's epsilon, relative to the logits; 1 to 4 occur where states matter little
-_MOVED = 32  # times the dtype's epsilon, by which embeddings are moved to see what a model makes of rounding
-_AMPLIFIED = 4  # times what that changes; 0.02 to 0.1 occur, and 1.9 where layers round their inputs to 8 bits
+_MOVED = 8  # times the dtype's epsilon, by which results of modules are moved to see what a model makes of rounding
+_TRIES = 4  # to move them; few moves, if any, take a number past the middle between two that inputs are rounded to
+_AMPLIFIED = 4  # times the most that changes; up to 1 occurs where layers round their inputs to 8 bits
 _WRONG = rounding_of(torch.bfloat16)  # no rounding is this large
 _KEEPS = ((1, 3), (3, 1), (2, 3))  # columns that two rows keep of three, in each round of the trial
 _LONG = 40  # tokens of the longer prompt, unless a sliding window asks for more
@@ -107,20 +108,22 @@ def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, 
     return f"{type(model).__name__} {what}cannot take back rejected tokens: {reason}"
 
 
-def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], None]) -> str | None:
+def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], None], rows: int) -> str | None:
     """Why the result for a token depends on the other tokens of its forward pass; None if it does not.
 
     Some quantization chooses one scale, or the columns of outliers, for all activations of a forward pass. So a target with
     other modules than those of torch and transformers is tried: a few tokens beside ordinary ones, and beside outliers. What
     bitsandbytes' threshold changes is small, so drafting goes on, with one warning; `note` gets its sentence in every call.
 
-    trusted: whose code it runs.
+    trusted: whose code it runs. rows: the most that a forward pass of the call has. Some quantization shares scales among rows
+    only: one for the same position of all.
     """
     model = unwrapped(model)
     kind = None if model.training else _rounding_kind(model)
     if kind is None:
         return None
-    moved = _tried(model, trusted, ("mixes",), partial(_moved_by_outliers, model))
+    beside = rows > 1
+    moved = _tried(model, trusted, ("mixes", beside), partial(_moved_by_outliers, model, beside))
     if moved is None:
         return None
     what = f"{kind} rounds a token by what else its forward pass computes, which moves logits by {moved} of their deviation"
@@ -156,14 +159,16 @@ def _rounding_kind(model: PreTrainedModel) -> str | None:
     )
 
 
-def _moved_by_outliers(model: PreTrainedModel) -> str | None:
-    """How far logits move when the tokens around have outliers, in the same row and in another one; None if that is rounding.
-    Both passes have one shape, so nothing else differs."""
-    traits, rows, width = Traits.of(model), 4, 8
-    ids = (torch.arange(7, 7 + rows * width, device=device_of(model)).view(rows, width) * 7919) % traits.vocabulary
+def _moved_by_outliers(model: PreTrainedModel, beside: bool) -> str | None:
+    """How far logits move when the tokens around have outliers; None if that is rounding. Both passes have one shape, so
+    nothing else differs. beside: the tokens around are in the same row and in another one, instead of in the same row alone."""
+    traits, texts, width = Traits.of(model), 4, 8
+    ids = (torch.arange(7, 7 + texts * width, device=device_of(model)).view(texts, width) * 7919) % traits.vocabulary
     decoder: Any = model.get_decoder() if traits.crosses else model
 
-    def logits(size: float) -> torch.Tensor:
+    def logits(size: float, ids: torch.Tensor) -> torch.Tensor:
+        rows = len(ids)
+
         def altered(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
             if output.shape[:2] != ids.shape:
                 return None
@@ -171,7 +176,9 @@ def _moved_by_outliers(model: PreTrainedModel) -> str | None:
             spikes = torch.zeros(rows, width, numbers, device=made.device, dtype=made.dtype)
             where = torch.arange(rows * width, device=made.device).view(rows, width, 1) * 37 % numbers
             spikes.scatter_(2, where, (size * output.float().abs().mean()).to(made.dtype).expand(where.shape))
-            made[0], made[1:, 1:] = spikes[0], spikes[1:, 1:]
+            made[:, 1:] = spikes[:, 1:]
+            if beside:
+                made[0] = spikes[0]
             return made
 
         hook = decoder.get_input_embeddings().register_forward_hook(altered) if size else None
@@ -181,15 +188,18 @@ def _moved_by_outliers(model: PreTrainedModel) -> str | None:
                 output: Any = alone(model, Encoded.trial(model, rows), [*range(rows)], ids, both)
             else:
                 output = model(input_ids=ids, use_cache=False, return_dict=True)
-            return output.logits[1:, 0].float()
+            return output.logits[int(beside) :, 0].float()
         finally:
             if hook is not None:
                 hook.remove()
 
+    def of_all(size: float) -> torch.Tensor:
+        return torch.cat([logits(size, some) for some in ids.split(texts if beside else 1)])
+
     with _attributes_kept(model), _buffers_kept(model):
-        expected = logits(0.0)
+        expected = of_all(0.0)
         for size in _OUTLIERS:
-            if bool((found := logits(size)).isfinite().all()):
+            if bool((found := of_all(size)).isfinite().all()):
                 moved = apart(found, expected)
                 return f"{moved:.2g}" if moved > _MIXED.get(model.dtype, _MIXED_HALF) else None
     return None
@@ -344,22 +354,27 @@ def _differs(what: str, difference: float, limit: float) -> str:
 
 def _allowed(model: PreTrainedModel, difference: float, limit: float, ids: torch.Tensor, prompt: int) -> float:
     """How large a difference may be. One above the limit is compared with what this model makes of rounding: its logits for
-    ids [2, n], one token at a time after the prompt, with embeddings that are moved by a few roundings. Layers that round their
-    inputs to 8 bits answer to one in a hundred moves, by 0.01."""
+    ids [2, n], one token at a time after the prompt, where what each module returns is moved by a few roundings. Layers that
+    round their inputs to 8 bits answer to few of these moves, but by 0.01; to moved embeddings alone, some never do."""
     if difference <= limit or not difference < _WRONG or _is_half(model):
         return limit
     expected = _one_by_one(model, ids, prompt)
     chance = torch.Generator(device_of(model)).manual_seed(0)
 
-    def rounded(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        moved = torch.rand(output.shape, generator=chance, device=output.device, dtype=output.dtype) * 2 - 1
-        return output * (1 + _MOVED * torch.finfo(output.dtype).eps * moved)
+    def rounded(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or output.dtype not in _FLOATS:
+            return None
+        moved = torch.rand(output.shape, generator=chance, device=chance.device, dtype=output.dtype) * 2 - 1
+        return output * (1 + _MOVED * torch.finfo(output.dtype).eps * moved.to(output.device))
 
-    hook = model.get_input_embeddings().register_forward_hook(rounded)
+    innermost = [module for module in model.modules() if next(module.children(), None) is None]
+    hooks = [module.register_forward_hook(rounded) for module in innermost]
     try:
-        return max(limit, min(_WRONG, _AMPLIFIED * apart(_one_by_one(model, ids, prompt), expected)))
+        most = max(apart(_one_by_one(model, ids, prompt), expected) for _ in range(_TRIES))
+        return max(limit, min(_WRONG, _AMPLIFIED * most))
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def _rows_of_text(model: PreTrainedModel, prompt: int) -> torch.Tensor:

@@ -355,7 +355,7 @@ def _require_possible(inputs: LoopInputs, pair: Any, settings: CallSettings) -> 
     """Raise ValueError for targets, drafts, processors and criteria that can't change texts row by row."""
     model, needs = inputs.model, pair.drafter.needs
     trusted = settings.trust_in(model)
-    reason = why_plain(inputs, needs, settings) or trusted.forward or obstacle_to_refills(model, trusted)
+    reason = why_plain(inputs, needs, settings, 2) or trusted.forward or obstacle_to_refills(model, trusted)
     if reason is None and (further := inputs.constants):
         reason = f"the model's forward is given {min(further)}"
     if reason is None:

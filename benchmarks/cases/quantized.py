@@ -63,6 +63,7 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Made]]] = {
     "bitsandbytes int8, no threshold": (
         "bitsandbytes", config(BNB, saved=True, load_in_8bit=True, llm_int8_threshold=0.0)),
     "HQQ": ("hqq", config("HqqConfig", nbits=4, group_size=64)),
+    "SINQ": ("sinq", config("SinqConfig", modules_to_not_convert=["lm_head"])),
 }  # fmt: skip
 """By name: the package that it needs, and what makes it."""
 

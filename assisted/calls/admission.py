@@ -123,11 +123,8 @@ def going_on(
 
 
 def why_plain(inputs: LoopInputs, needs: Needs, settings: CallSettings, rows: int) -> str | None:
-    """Why a call has to be decoded without drafts; None if it can be assisted. needs: of the call's drafters. rows: the most
-    that a forward pass has.
-
-    Asked in every call, because the target may have been moved, cast or patched since the last one.
-    """
+    """Why a call has to be decoded without drafts; None if it can be assisted. Asked in every call, because the target may have
+    been moved, cast or patched since the last one. needs: of the call's drafters. rows: the most that a forward pass has."""
     if (reason := _of_inputs(inputs)) is not None:
         return reason
     model, trusted = inputs.model, settings.trust_in(inputs.model)

@@ -115,8 +115,7 @@ def mixes_tokens(model: PreTrainedModel, trusted: Trust, note: Callable[[str], N
     other modules than those of torch and transformers is tried: a few tokens beside ordinary ones, and beside outliers. What
     bitsandbytes' threshold changes is small, so drafting goes on, with one warning; `note` gets its sentence in every call.
 
-    trusted: whose code it runs. rows: the most that a forward pass of the call has. Some quantization shares scales among rows
-    only: one for the same position of all.
+    trusted: whose code it runs. rows: the most that a forward pass has, which may share a scale for each position.
     """
     model = unwrapped(model)
     kind = None if model.training else _rounding_kind(model)

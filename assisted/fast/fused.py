@@ -95,11 +95,10 @@ def prepare(
         else:
             made = PreparedModule(model, is_own=trusted.is_own)
         could = settings.mode == "auto" and (made.module is not model or made.low_bit_bytes)
-        if could and (told := native.lacking(why_not_in_c(model, made.low_bit_bytes > 0))) is not None:
-            settings.note(told)
+        told = native.lacking(why_not_in_c(model, made.low_bit_bytes > 0)) if could else None
+        for one in filter(None, (told, made.warning)):
+            settings.note(one)
         settings.read = None  # whatever runs from here on may change weights
-        if made.warning is not None:
-            settings.note(made.warning)
     return made
 
 

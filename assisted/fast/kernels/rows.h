@@ -117,7 +117,6 @@ const int64_t rows_suffice = 2; /* on some processors, see `native.py` */
 const int64_t rows_suffice = WIDE == 8;
 #endif
 
-
 /* Sums of a row of each stream with `depth` inputs of a lot's columns, for sums[column][stream]; those of far streams go on from there.
    of_column, of_stream: vectors from one to the next. soon: bytes from a weight to the one that is asked for, or 0. */
 INLINE void add_rows(
@@ -147,8 +146,8 @@ INLINE void add_rows(
     }
 }
 
-#define ROWS_OF(streams, columns)                                                           \
-    case columns:                                                                           \
+#define ROWS_OF(streams, columns)                                                             \
+    case columns:                                                                             \
         add_rows(sums, OF_COLUMN, OF_STREAM, rows, x, inputs, depth, SOON, streams, columns); \
         break;
 

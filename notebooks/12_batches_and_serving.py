@@ -402,7 +402,7 @@ for g in per_pass:
     print(f"by the formula, drafts of {g} lose from {crossing_rows(curve)} rows on")
 
 # %% [markdown]
-# - **The speedup falls with every row and crosses 1 at about ten rows on a CPU.** Longer drafts cross it first, because
+# - **The speedup falls with every row and crosses 1 at about ten rows on this CPU, at two on a newer one.** Longer drafts cross it first, because
 #   each row then adds more positions to the pass.
 # - **The formula is kinder than the round-by-round sum.** A batch is finished when its slowest row is finished. Near
 #   the end only a few rows run, at the cost of small batches. A server replaces finished rows with new requests, so it
@@ -438,7 +438,7 @@ for g in per_pass:
 #
 # ## Takeaway
 #
-# > Batching and drafting use the same idle time, so there is a batch size from which drafts lose: about ten rows by the
+# > Batching and drafting use the same idle time, so there is a batch size from which drafts lose: two to ten rows by the
 # > clock on a small CPU. $E\,T(B) = T(B(g+1)) + g\,(d_0 + d_1 B)$ explains it and errs on the kind side. Beyond this
 # > size, draft less or not at all. Tokens per pass do not fall with the batch size, as long as rows are ragged. A result
 # > measured with one request does not carry over to a busy server.

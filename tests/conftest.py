@@ -6,7 +6,10 @@ import gc
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 # Before anything imports huggingface_hub or torch: both read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -45,6 +48,21 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def invariants(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of the loop checks that slots and text agree."""
     monkeypatch.setattr("assisted.decoding.CHECK_INVARIANTS", True)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Any]:
+    """Makes a package with a name and a source, and imports it instead of an installed one, for the rest of the test."""
+
+    def made(name: str, source: str) -> Any:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setitem(sys.modules, name, None)  # whatever is there now comes back afterwards
+        del sys.modules[name]
+        return importlib.import_module(name)
+
+    return made
 
 
 @pytest.fixture(params=PROCESSORS)

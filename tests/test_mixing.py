@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,18 +177,15 @@ def test_its_text_is_the_targets_own() -> None:
     assert pair.report.drafted == 0 and "rounds a token" in str(pair.report.because)
 
 
-def test_rows_that_share_scales_draft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_share_scales_draft_alone(package: Any) -> None:
     """Quark's scheme PTPC FP8 names the tokens' dimension, so a scale is that of a position of all rows."""
-    (tmp_path / "quark").mkdir()
-    (tmp_path / "quark" / "__init__.py").write_text(
+    kind = package(
+        "quark",
         "import torch\n\n\nclass QParamsLinear(torch.nn.Linear):\n    def forward(self, x):\n"
         "        scale = x.abs().amax((0, -1), keepdim=True) / 127\n"
-        "        return super().forward((x / scale).round() * scale)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "quark", None)  # whatever is there now comes back afterwards
-    del sys.modules["quark"]
-    model = quantized("llama", importlib.import_module("quark").QParamsLinear)
+        "        return super().forward((x / scale).round() * scale)\n",
+    ).QParamsLinear
+    model = quantized("llama", kind)
     pair = AssistedModelForCausalLM.from_models(model, draft="recycle", draft_length=4)
     ids = random_ids(model, 2, 12)
     with warnings.catch_warnings():

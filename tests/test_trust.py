@@ -1005,19 +1005,15 @@ def test_what_is_fused(architecture: Any) -> None:
     assert fused(target).through_parts == (architecture.name in FUSED)
 
 
-def test_layers_of_sinq_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
+def test_layers_of_sinq_are_a_quantizers(package: Any) -> None:
     """They choose one of their methods once, and keep it as an attribute."""
-    (tmp_path / "sinq").mkdir()
-    (tmp_path / "sinq" / "__init__.py").write_text(
+    kind = package(
+        "sinq",
         "import torch\n\n\nclass SINQLinear(torch.nn.Linear):\n    def choose(self):\n"
         "        self._forward_impl = self.forward_pytorch\n\n"
         "    def forward(self, x):\n        return self._forward_impl(x)\n\n"
-        "    def forward_pytorch(self, x):\n        return x @ self.weight.t()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "sinq", None)  # whatever is there now comes back afterwards
-    del sys.modules["sinq"]
-    kind: Any = importlib.import_module("sinq").SINQLinear
+        "    def forward_pytorch(self, x):\n        return x @ self.weight.t()\n",
+    ).SINQLinear
     target = build(BY_NAME["llama"])
     for linear in target.model.modules():
         if type(linear) is torch.nn.Linear:
@@ -1028,27 +1024,22 @@ def test_layers_of_sinq_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> Non
     assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0
 
 
-def test_layers_of_auto_round_are_a_quantizers(tmp_path: Any, monkeypatch: Any) -> None:
+def test_layers_of_auto_round_are_a_quantizers(package: Any) -> None:
     """They come from a package beside it, packing a layer stores what forward passes only read, and sizes have other names."""
-    (tmp_path / "auto_round_extension").mkdir()
-    (tmp_path / "auto_round_extension" / "__init__.py").write_text(
+    kind = package(
+        "auto_round_extension",
         "import torch\n\n\nclass QuantLinear(torch.nn.Module):\n    def pack(self, linear):\n"
         "        self.infeatures, self.outfeatures = linear.in_features, linear.out_features\n"
         "        self.qweight = linear.weight.T\n        return self\n\n"
-        "    def forward(self, x):\n        return x @ self.qweight\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    try:
-        kind = importlib.import_module("auto_round_extension").QuantLinear
-        assert blamed([kind]) is None
-        for name in ("llama", "qwen3", "gpt_neox"):
-            target = build(BY_NAME[name])
-            for layer in target.base_model.layers:
-                for path, linear in list(layer.named_modules()):
-                    if type(linear) is torch.nn.Linear and linear.bias is None:
-                        layer.set_submodule(path, kind().pack(linear))
-            model, ids = AssistedModelForCausalLM.from_models(target, "suffix"), random_ids(target, 2, 12)
-            assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
-            assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0
-    finally:
-        sys.modules.pop("auto_round_extension", None)
+        "    def forward(self, x):\n        return x @ self.qweight\n",
+    ).QuantLinear
+    assert blamed([kind]) is None
+    for name in ("llama", "qwen3", "gpt_neox"):
+        target = build(BY_NAME[name])
+        for layer in target.base_model.layers:
+            for path, linear in list(layer.named_modules()):
+                if type(linear) is torch.nn.Linear and linear.bias is None:
+                    layer.set_submodule(path, kind().pack(linear))
+        model, ids = AssistedModelForCausalLM.from_models(target, "suffix"), random_ids(target, 2, 12)
+        assert model.generate(ids, **CALL).tolist() == target.generate(ids, **CALL).tolist()
+        assert (model.report.because, model.report.warnings) == (None, ()) and model.report.drafted > 0

@@ -91,8 +91,8 @@ def measure_instructions(args):
 
 def note(its, times, file):
     """What this model of a processor gains from AVX512-BF16, by mean ratios of the times: from sums in bfloat16; and, over a
-    draft's columns, from asking ahead, and from weights in place. Those may take a quarter longer: a forward pass then takes a
-    tenth longer at most, and the model half the memory."""
+    draft's columns, from asking ahead, and from weights in place. Those may take a quarter longer: a forward pass over
+    one to five columns then takes about a tenth longer, and the model half the memory."""
     one = NAMES["avx512_bf16"]
     known = json.loads(file.read_text())
     known.pop(its["processor_model"], None)

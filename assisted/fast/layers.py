@@ -15,14 +15,14 @@ from torch import nn
 from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 
 from ..engine.cache import SlotCache
-from ..engine.delta import DeltaMixer, inputs_of, outputs_of
+from ..engine.delta import inputs_of, outputs_of
 from ..engine.libraries import CACHE, attention_of
 from ..engine.parts import with_children
 from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from . import delta, native
 from .delta import NativeMixer
-from .families import LLAMA, form_of, is_fusible, width_of
+from .families import form_of, is_fusible, width_of
 from .fixed_width import FixedColumns
 from .norms import Called, GatedNorm, Norm, plus_product
 from .products import PackedLinear, Product, reads_in_place
@@ -39,34 +39,11 @@ _ACTIVATIONS: dict[type, int] = {
 """The classes of activations, and where `native.ACTIVATIONS` has them."""
 
 
-def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = False) -> nn.Module:
-    """The faster form of a layer of a known family. copied: weights may be copied. in_floats: in C if it is of float32."""
+def fused_layer(layer: Any, shared: Shared, copied: bool) -> nn.Module:
+    """The faster form of a layer of a known family. copied: weights may be copied."""
     if not is_fusible(layer):
         return packed_inside(layer, copied)
-    # what runs in C has copies of its own
-    in_floats = in_floats and copied and _fits_floats(layer)
-    made: Any = (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied and not in_floats)
-    if in_floats:
-        products = [*of_mixer(layer), *of_mlp(layer)]
-        made.floats = made.of_floats(products, [norm.factor() for norm in (made.before_attention, made.before_mlp)])
-    return made
-
-
-def _fits_floats(layer: Any) -> bool:
-    """Whether a layer runs in C in float32 among those with the delta rule: if its form is Llama's but for the norms' kind."""
-    form = replace(form_of(layer), base=LLAMA.base, norm=LLAMA.norm)
-    products = [*of_mixer(layer), *of_mlp(layer)]
-    linear: list[Any] = [module for modules in products for module in modules]
-    biases = [{module.bias is None for module in modules} for modules in products]
-    return (
-        form == LLAMA
-        and len(products) == len(biases) == 4
-        and all(map(is_float, linear))
-        and all(len(kinds) == 1 for kinds in biases)
-        and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
-        and {part.dtype for part in layer.parameters()} == {torch.float32}
-        and delta.loaded()[0] is not None
-    )
+    return (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied)
 
 
 def activation_in_c(activation: Any) -> int | None:
@@ -77,11 +54,6 @@ def activation_in_c(activation: Any) -> int | None:
     return None if in_python else _ACTIVATIONS.get(type(activation))
 
 
-def is_float(module: Any) -> bool:
-    """Whether a module is a plain product in float32."""
-    return type(module) is nn.Linear and module.weight.dtype == torch.float32
-
-
 class FusedMLP(Skippable):
     """What fused layers share: norms, something, and an MLP.
 
@@ -89,7 +61,6 @@ class FusedMLP(Skippable):
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
-    floats: delta.FloatLayer | None = None  # the layer in C, of float32
 
     def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
         super().__init__()
@@ -136,6 +107,38 @@ class FusedMLP(Skippable):
         """What attention reads, [B, n, D]."""
         return hidden_states if self.before_attention is None else self.before_attention(hidden_states)
 
+    def _in_c(
+        self,
+        of_mixer: list[Product],
+        shape: native.Shape,
+        of_heads: Sequence[Norm | None] = (None, None),
+        rule: native.Rule | None = None,
+    ) -> native.NativeLayer | None:
+        """The layer in C; None if it has not the shapes or the dtype for that. shape: of its mixer. of_heads: the norms of
+        queries and keys."""
+        is_whole = self.whole_mlp is None
+        products = [*of_mixer, *([self.gate_up, self.down] if is_whole else [])]
+        found = [product.native for product in products if product.native is not None]
+        if len(found) < len(products) or len({product.dtype for product in found}) > 1:
+            return None
+        # what follows the first product does not read the outputs that it is filled up with
+        exact = all(p.outputs == n.outputs for p, n in zip(products[1:], found[1:], strict=True))
+        if not exact or found[0].inputs % native.GROUP or (is_whole and self.activation_in_c is None):
+            return None
+        of_mlp = [self.before_mlp, self.after_mlp] if is_whole else [None, None]
+        norms = [self.before_attention, self.after_attention, *of_mlp, *of_heads]
+        made = [None if norm is None else norm.in_c(found[0].dtype) for norm in norms]
+        if any(norm is not None and one is None for norm, one in zip(norms, made, strict=True)):
+            return None
+        shape = replace(
+            shape,
+            beside=self.is_beside,
+            activation=(self.activation_in_c or 0) if is_whole else 0,
+            is_gated=self.form.is_gated,
+            multiplier=1.0 if self.multiplier is None else self.multiplier,
+        )
+        return native.NativeLayer(found, made, shape, rule)
+
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
 
@@ -149,21 +152,17 @@ class DeltaLayer(FusedMLP):
     def __init__(self, layer: Any, shared: Shared, copied: bool):
         super().__init__(layer, copied)
         own = layer.linear_attn
-        (inputs, out), norm = of_mixer(layer), outputs_of(own)[0]
-        in_c = own.conv1d.weight.dtype in (torch.float32, torch.bfloat16) and delta.loaded()[0] is not None
-        kind = NativeMixer if in_c else DeltaMixer
-        self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
-        self.mix = self.linear_attn.forward
-
-    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
-        """The layer in C. products, norms: see `FloatLayer`."""
-        assert isinstance(self.linear_attn, NativeMixer)
-        return delta.delta_layer(products, norms, self.linear_attn)
+        products = [Product(modules, copied) for modules in of_mixer(layer)]
+        self.linear_attn = NativeMixer(own, products[0], GatedNorm(outputs_of(own)[0]), products[1])
+        self.mix, rule = self.linear_attn.forward, self.linear_attn.rule
+        self.native = None if rule is None else self._in_c(products, native.Shape(), rule=rule)
+        if self.native is not None and self.native.dtype != own.conv1d.weight.dtype:
+            self.native = None
+        self.at_once = None if self.native is None else native.NativeLayers([self.native])
 
     def stores(self, cache: Any) -> Sequence[torch.Tensor] | None:
         """The states for a pass over columns; None for others."""
-        columns = getattr(cache, "columns", None)
-        if columns is None or columns.width * self.linear_attn.own.head_v_dim > delta.MOST:
+        if getattr(cache, "columns", None) is None:
             return None
         found: list[torch.Tensor] = cache.states_of(self.linear_attn.layer_idx)
         return found if len(found) == 2 and found[0].shape[-1] == self.linear_attn.own.conv1d.weight.shape[-1] else None
@@ -173,23 +172,26 @@ class DeltaLayer(FusedMLP):
         `CACHE`. Returns [B, n, D]."""
         cache: Any = kwargs.get(CACHE)
         attention_mask = None if isinstance(attention_mask, dict) else attention_mask  # of a pass over columns
-        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
-            made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
+        found = None
+        if self.at_once is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            made, read = delta.run(self.at_once, hidden_states, stores, {}, cache.columns)
             cache.note_together(read)
-            return made[0]
-        found = self._of_text(hidden_states, cache) if attention_mask is None else None
-        if found is not None:
-            return found
-        return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+            found = made[0]
+        elif attention_mask is None:
+            found = self._of_text(hidden_states, cache)
+        if found is None:
+            return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+        return found if self.whole_mlp is None else self.transform(found)
 
     def _of_text(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor | None:
-        """`forward` of a short prompt in C; None where that is not possible."""
-        mixer: Any = self.linear_attn
-        if self.floats is None or cache is None or not delta.fits(hidden, ()):
+        """The layer in C over a short prompt; None where that is not possible."""
+        mixer, own = self.linear_attn, self.native
+        if own is None or cache is None or getattr(cache, "columns", None) is not None:
             return None
-        if (states := mixer.states_for(hidden, cache)) is None:
+        states, width = mixer.states_for(hidden, cache), hidden.shape[:-1].numel()
+        if states is None or width > min(own.most, native.AT_ONCE) or not delta.fits(hidden, states):
             return None
-        made = delta.read_text(self.floats, hidden, states, None)
+        made = own(hidden.contiguous(), *states, native.NativePass.without_slots(*hidden.shape[:-1]))
         mixer.keep(cache, *states)
         return made
 
@@ -230,15 +232,7 @@ class FusedLayer(FusedMLP):
             self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
                 next(layer.parameters()).device
             )
-        self.native = self._native() if self.ungated is None else None
-
-    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
-        """The layer in C. products, norms: see `FloatLayer`."""
-        of_heads = [norm.factor() for norm in (self.query_norm, self.key_norm) if norm is not None]
-        turn, size = self.shared.turn, self.head_size
-        turned = size if turn is None else int((turn != torch.arange(size)).sum())
-        sizes = self.query_heads, self.key_heads, size
-        return delta.attention_layer(products, norms, of_heads, sizes, turned, self.ungated is not None, self.scaling)
+        self.native = self._native()
 
     def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values for a pass over columns; None for others."""
@@ -246,17 +240,7 @@ class FusedLayer(FusedMLP):
 
     def _native(self) -> native.NativeLayer | None:
         """The layer in C, up to an MLP that is not fused; None if it has not the shapes or the dtype for that."""
-        products = [self.heads, self.output] + ([self.gate_up, self.down] if self.whole_mlp is None else [])
-        found = [product.native for product in products if product.native is not None]
-        fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
-        fits = fits and len({product.dtype for product in found}) == 1 and found[0].inputs % native.GROUP == 0
-        fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
-        if not fits or (self.whole_mlp is None and self.activation_in_c is None) or (self.cap and not self.is_eager):
-            return None
-        of_mlp = [self.before_mlp, self.after_mlp] if self.whole_mlp is None else [None, None]
-        norms = [self.before_attention, self.after_attention, *of_mlp, self.query_norm, self.key_norm]
-        made = [None if norm is None else norm.in_c(found[0].dtype) for norm in norms]
-        if any(norm is not None and one is None for norm, one in zip(norms, made, strict=True)):
+        if self.head_size % 32 or self.head_size > native.WIDEST or (self.cap and not self.is_eager):
             return None
         form, shared = self.form, self.shared
         shape = native.Shape(
@@ -264,15 +248,12 @@ class FusedLayer(FusedMLP):
             turned=shared.turned if self.turns else 0,
             turning=1 + form.pairs + 4 * form.turns_in_floats,
             norms_turned=form.norms_turned,
+            has_gates=self.ungated is not None,
             is_eager=self.is_eager,
             cap=self.cap or 0.0,
-            beside=self.is_beside,
-            activation=0 if self.whole_mlp is not None else self.activation_in_c or 0,
-            is_gated=form.is_gated,
-            multiplier=1.0 if self.multiplier is None else self.multiplier,
             kind=self.kind,
         )
-        return native.NativeLayer(found, made, shape)
+        return self._in_c([self.heads, self.output], shape, (self.query_norm, self.key_norm))
 
     def forward(
         self,
@@ -308,12 +289,6 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache: Any = kwargs.get(CACHE)
-        if self.floats is not None and delta.fits(hidden_states, ()):
-            stores = self.stores(cache) or self.slots_to_read(hidden_states, attention_mask, cache)
-            if stores is not None and delta.fits(hidden_states, stores):
-                around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
-                made = delta.read_text(self.floats, hidden_states, stores, around)
-                return made[:, -1:] if last_only and self.is_last else made
         if self.native is None or hidden_states.dtype != self.native.dtype:
             return None
         slots = slots_of_layer(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)

@@ -137,8 +137,9 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and DIRECT not in known_of_processor()
     )
     for names in fitting:
-        library, reason = prebuilt_or_compiled(variants.of_native(names, is_arm, dtype == torch.float32))
-        if library is None or ("amx_tile" in names and not library.may_use_tiles()):
+        variant = variants.of_native(names, is_arm, dtype == torch.float32)
+        library, reason = prebuilt_or_compiled(variant)
+        if library is None or ("amx_tile" in variant.needs and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
         ready[dtype] = declared(library)
         return ready[dtype], ""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation, XIELUActivation
 
 from ..engine.cache import SlotCache
 from ..engine.delta import DeltaMixer, inputs_of, outputs_of
@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[type, int] = {
     GELUTanh: 1,
     GELUActivation: 2,
     ReLUSquaredActivation: 3,
+    XIELUActivation: 4,
 }
 """The classes of activations, and where `native.ACTIVATIONS` has them."""
 
@@ -77,6 +78,14 @@ def activation_in_c(activation: Any) -> int | None:
     return None if in_python else _ACTIVATIONS.get(type(activation))
 
 
+def learned_by(activation: Any) -> list[torch.Tensor]:
+    """The numbers of `native.Shape.learned`, in the dtype that an activation has them in; none if it has learned nothing."""
+    if type(activation) is not XIELUActivation:
+        return []
+    above, below, beta = (part.detach() for part in (activation.alpha_p, activation.alpha_n, activation.beta))
+    return [F.softplus(above), beta + F.softplus(below), beta, activation.eps.detach()]
+
+
 def is_float(module: Any) -> bool:
     """Whether a module is a plain product in float32."""
     return type(module) is nn.Linear and module.weight.dtype == torch.float32
@@ -89,6 +98,7 @@ class FusedMLP(Skippable):
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
+    learned: Sequence[torch.Tensor] = ()  # by the activation of one that is
     floats: delta.FloatLayer | None = None  # the layer in C, of float32
 
     def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
@@ -101,6 +111,7 @@ class FusedMLP(Skippable):
         if parts := form.of_mlp(layer):
             own = getattr(layer.mlp, form.activation)
             self.activation, self.activation_in_c = own.forward, activation_in_c(own)
+            self.learned = learned_by(own)
             self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
         else:
             self.whole_mlp = packed_inside(layer.mlp, copied).forward
@@ -213,6 +224,8 @@ class FusedLayer(FusedMLP):
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.is_eager = attention_of(attention.config) == "eager"
+        # in a list, because it is the model's parameter
+        self.sinks: list[torch.Tensor] = [getattr(attention, form.sinks)] if form.sinks else []
         self.cap: float | None = getattr(attention, form.cap) if form.cap else None
         self.turns = form.turns(attention)
         into, group = form.of_mixer(layer)[0], attention.num_key_value_groups
@@ -251,6 +264,7 @@ class FusedLayer(FusedMLP):
         fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
         fits = fits and len({product.dtype for product in found}) == 1 and found[0].inputs % native.GROUP == 0
         fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
+        fits = fits and all(part.dtype == found[0].dtype for part in (*self.learned, *self.sinks))
         if not fits or (self.whole_mlp is None and self.activation_in_c is None) or (self.cap and not self.is_eager):
             return None
         of_mlp = [self.before_mlp, self.after_mlp] if self.whole_mlp is None else [None, None]
@@ -271,8 +285,9 @@ class FusedLayer(FusedMLP):
             is_gated=form.is_gated,
             multiplier=1.0 if self.multiplier is None else self.multiplier,
             kind=self.kind,
+            learned=tuple(map(float, self.learned)),
         )
-        return native.NativeLayer(found, made, shape)
+        return native.NativeLayer(found, made, shape, *self.sinks)
 
     def forward(
         self,
@@ -391,7 +406,7 @@ class FusedLayer(FusedMLP):
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
         if self.is_eager:
-            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap)
+            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap, *self.sinks)
             return self._output(hidden_states, seen.transpose(1, 2))
         # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
         together = group if query.device.type == "cpu" and not causal else 1
@@ -445,8 +460,10 @@ def _eagerly(
     mask: torch.Tensor | None,
     scaling: float,
     cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added."""
+    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added.
+    sinks: [H], see `Form`."""
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) if group > 1 else part for part in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -454,6 +471,10 @@ def _eagerly(
         scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype), value)
     return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value)
 
 

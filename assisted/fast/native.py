@@ -512,6 +512,7 @@ class Shape:
         activation: the index in `ACTIVATIONS`. is_gated: it is multiplied by half of the first product's outputs.
         multiplier: of what is added to the residual stream.
         kind: of its masks and angles, None where all layers of a model share them.
+        learned: of xIELU, its factors for positive and for negative numbers, beta and epsilon.
     """
 
     key_heads: int
@@ -527,9 +528,10 @@ class Shape:
     is_gated: bool = True
     multiplier: float = 1.0
     kind: str | None = None
+    learned: tuple[float, ...] = ()
 
 
-ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
+ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2", "xielu"
 
 
 class NativeLayer:
@@ -540,12 +542,20 @@ class NativeLayer:
             last two, the layer ends after attention.
         norms: before and after attention, before and after the MLP, of queries and of keys; None for no norm.
         shape: what else it computes.
+        sinks: [query heads], scores that take part in softmax and have no value; None for none.
     """
 
-    def __init__(self, products: Sequence[NativeProduct], norms: Sequence[NativeNorm | None], shape: Shape):
+    def __init__(
+        self,
+        products: Sequence[NativeProduct],
+        norms: Sequence[NativeNorm | None],
+        shape: Shape,
+        sinks: torch.Tensor | None = None,
+    ):
         heads, output, *mlp = self.products = products
         self.norms, self.kind, self.is_whole = norms, shape.kind, len(mlp) > 0
         self.dtype, self.library = heads.dtype, heads.library
+        self.sinks = None if sinks is None else sinks.detach().contiguous()
         limited = self.dtype == torch.float32 or any(product.most < MOST for product in products)
         self.most = min(product.most for product in products) if limited else sys.maxsize
         """The most columns of a prompt for which this is the fastest layer."""
@@ -559,6 +569,8 @@ class NativeLayer:
             *(hidden, inner, output.inputs // shape.head_size, shape.key_heads, shape.head_size),
             *(shape.turned, shape.turning, shape.norms_turned, shape.is_eager, shape.beside),
             *(shape.activation, shape.is_gated, shape.scaling, shape.cap),
+            pointer(self.sinks, self.dtype, output.inputs // shape.head_size),
+            *shape.learned,
         )
         for product in (self.struct.output, self.struct.down):
             product.multiplier = shape.multiplier

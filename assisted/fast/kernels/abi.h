@@ -37,6 +37,8 @@ typedef struct {
     int64_t turned, turning, norms_turned, is_eager, beside; /* the rest is as in `native.Shape` */
     int64_t activation, is_gated;
     float scaling, cap;
+    const number *sinks; /* [query heads]: scores that take part in softmax and have no value; NULL for none */
+    float xielu_above, xielu_below, xielu_beta, xielu_epsilon; /* what xIELU has learned, for positive and for negative numbers */
 } Layer;
 
 typedef struct {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation, XIELUActivation
 
 from ..engine.cache import SlotCache
 from ..engine.delta import inputs_of, outputs_of
@@ -35,6 +35,7 @@ _ACTIVATIONS: dict[type, int] = {
     GELUTanh: 1,
     GELUActivation: 2,
     ReLUSquaredActivation: 3,
+    XIELUActivation: 4,
 }
 """The classes of activations, and where `native.ACTIVATIONS` has them."""
 
@@ -54,6 +55,14 @@ def activation_in_c(activation: Any) -> int | None:
     return None if in_python else _ACTIVATIONS.get(type(activation))
 
 
+def learned_by(activation: Any) -> list[torch.Tensor]:
+    """The numbers of `native.Shape.learned`, in the dtype that an activation has them in; none if it has learned nothing."""
+    if type(activation) is not XIELUActivation:
+        return []
+    above, below, beta = (part.detach() for part in (activation.alpha_p, activation.alpha_n, activation.beta))
+    return [F.softplus(above), beta + F.softplus(below), beta, activation.eps.detach()]
+
+
 class FusedMLP(Skippable):
     """What fused layers share: norms, something, and an MLP.
 
@@ -61,6 +70,7 @@ class FusedMLP(Skippable):
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
+    learned: Sequence[torch.Tensor] = ()  # by the activation of one that is
 
     def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
         super().__init__()
@@ -72,6 +82,7 @@ class FusedMLP(Skippable):
         if parts := form.of_mlp(layer):
             own = getattr(layer.mlp, form.activation)
             self.activation, self.activation_in_c = own.forward, activation_in_c(own)
+            self.learned = learned_by(own)
             self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
         else:
             self.whole_mlp = packed_inside(layer.mlp, copied).forward
@@ -112,10 +123,11 @@ class FusedMLP(Skippable):
         of_mixer: list[Product],
         shape: native.Shape,
         of_heads: Sequence[Norm | None] = (None, None),
+        sinks: Sequence[torch.Tensor] = (),
         rule: native.Rule | None = None,
     ) -> native.NativeLayer | None:
         """The layer in C; None if it has not the shapes or the dtype for that. shape: of its mixer. of_heads: the norms of
-        queries and keys."""
+        queries and keys. sinks: one tensor, or none."""
         is_whole = self.whole_mlp is None
         products = [*of_mixer, *([self.gate_up, self.down] if is_whole else [])]
         found = [product.native for product in products if product.native is not None]
@@ -124,6 +136,8 @@ class FusedMLP(Skippable):
         # what follows the first product does not read the outputs that it is filled up with
         exact = all(p.outputs == n.outputs for p, n in zip(products[1:], found[1:], strict=True))
         if not exact or found[0].inputs % native.GROUP or (is_whole and self.activation_in_c is None):
+            return None
+        if any(part.dtype != found[0].dtype for part in (*self.learned, *sinks)):
             return None
         of_mlp = [self.before_mlp, self.after_mlp] if is_whole else [None, None]
         norms = [self.before_attention, self.after_attention, *of_mlp, *of_heads]
@@ -136,8 +150,9 @@ class FusedMLP(Skippable):
             activation=(self.activation_in_c or 0) if is_whole else 0,
             is_gated=self.form.is_gated,
             multiplier=1.0 if self.multiplier is None else self.multiplier,
+            learned=tuple(map(float, self.learned)),
         )
-        return native.NativeLayer(found, made, shape, rule)
+        return native.NativeLayer(found, made, shape, sinks[0] if sinks else None, rule)
 
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
@@ -215,6 +230,8 @@ class FusedLayer(FusedMLP):
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.is_eager = attention_of(attention.config) == "eager"
+        # in a list, because it is the model's parameter
+        self.sinks: list[torch.Tensor] = [getattr(attention, form.sinks)] if form.sinks else []
         self.cap: float | None = getattr(attention, form.cap) if form.cap else None
         self.turns = form.turns(attention)
         into, group = form.of_mixer(layer)[0], attention.num_key_value_groups
@@ -253,7 +270,7 @@ class FusedLayer(FusedMLP):
             cap=self.cap or 0.0,
             kind=self.kind,
         )
-        return self._in_c([self.heads, self.output], shape, (self.query_norm, self.key_norm))
+        return self._in_c([self.heads, self.output], shape, (self.query_norm, self.key_norm), self.sinks)
 
     def forward(
         self,
@@ -366,7 +383,7 @@ class FusedLayer(FusedMLP):
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
         if self.is_eager:
-            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap)
+            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap, *self.sinks)
             return self._output(hidden_states, seen.transpose(1, 2))
         # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
         together = group if query.device.type == "cpu" and not causal else 1
@@ -420,8 +437,10 @@ def _eagerly(
     mask: torch.Tensor | None,
     scaling: float,
     cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added."""
+    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added.
+    sinks: [H], see `Form`."""
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) if group > 1 else part for part in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -429,6 +448,10 @@ def _eagerly(
         scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype), value)
     return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value)
 
 

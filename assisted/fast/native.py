@@ -137,8 +137,9 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and DIRECT not in known_of_processor()
     )
     for names in fitting:
-        library, reason = prebuilt_or_compiled(variants.of_native(names, is_arm, dtype == torch.float32))
-        if library is None or ("amx_tile" in names and not library.may_use_tiles()):
+        variant = variants.of_native(names, is_arm, dtype == torch.float32)
+        library, reason = prebuilt_or_compiled(variant)
+        if library is None or ("amx_tile" in variant.needs and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
         ready[dtype] = declared(library)
         return ready[dtype], ""
@@ -524,6 +525,7 @@ class Shape:
         activation: the index in `ACTIVATIONS`. is_gated: it is multiplied by half of the first product's outputs.
         multiplier: of what is added to the residual stream.
         kind: of its masks and angles, None where all layers of a model share them.
+        learned: of xIELU, its factors for positive and for negative numbers, beta and epsilon.
     """
 
     key_heads: int = 0
@@ -540,9 +542,10 @@ class Shape:
     is_gated: bool = True
     multiplier: float = 1.0
     kind: str | None = None
+    learned: tuple[float, ...] = ()
 
 
-ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
+ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2", "xielu"
 
 
 @dataclass(frozen=True)
@@ -568,6 +571,7 @@ class NativeLayer:
             Without the last two, the layer ends after its mixer.
         norms: before and after the mixer, before and after the MLP, of queries and of keys; None for no norm.
         shape: what else it computes.
+        sinks: [query heads], scores that take part in softmax and have no value; None for none.
         rule: of layers without attention.
     """
 
@@ -576,11 +580,13 @@ class NativeLayer:
         products: Sequence[NativeProduct],
         norms: Sequence[NativeNorm | None],
         shape: Shape,
+        sinks: torch.Tensor | None = None,
         rule: Rule | None = None,
     ):
         heads, output, *mlp = self.products = products
         self.norms, self.kind, self.is_whole, self.rule = norms, shape.kind, len(mlp) > 0, rule
         self.dtype, self.library = heads.dtype, heads.library
+        self.sinks = None if sinks is None else sinks.detach().contiguous()
         limited = self.dtype == torch.float32 or any(product.most < MOST for product in products)
         self.most = min(product.most for product in products) if limited else sys.maxsize
         """The most columns of a prompt for which this is the fastest layer."""
@@ -595,6 +601,8 @@ class NativeLayer:
             *(hidden, inner, output.inputs // shape.head_size, shape.key_heads, shape.head_size),
             *(shape.turned, shape.turning, shape.norms_turned, shape.is_eager, shape.beside),
             *(shape.activation, shape.is_gated, shape.has_gates, shape.scaling, shape.cap),
+            pointer(self.sinks, self.dtype, output.inputs // shape.head_size),
+            *shape.learned,
         )
         if rule is not None:
             self.struct.delta = rule.struct

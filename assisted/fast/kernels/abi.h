@@ -52,6 +52,8 @@ typedef struct {
     int64_t activation, is_gated;
     int64_t has_gates; /* each query head has a gate after it, which its output is multiplied by */
     float scaling, cap;
+    const number *sinks; /* [query heads]: scores that take part in softmax and have no value; NULL for none */
+    float xielu_above, xielu_below, xielu_beta, xielu_epsilon; /* what xIELU has learned, for positive and for negative numbers */
     Delta delta;
 } Layer;
 

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
 #include "delta.h"
 #include "product.h"
@@ -184,7 +185,7 @@ static void layer(
         const int64_t c = GROUP * g / l->inner, at = GROUP * g % l->inner;
         const number *gate = wide + c * l->gate_up.outputs + at;
         UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
-            vec made = activated(load(gate + i), l->activation);
+            vec made = activated(load(gate + i), l);
             if (l->is_gated) made = rounded(made) * load(gate + l->inner + i);
             store(narrow + g * GROUP + i, made);
         }

@@ -11,6 +11,7 @@
    integers.h   inputs that are rounded to 8 bits, by VNNI where there is such
    tiles.h      packed weights, by the tiles of AMX (TILED)
    product.h    any of these, by some threads
+   activations.h what an MLP has between its products
    attention.h  scores, softmax and means of values; attention_tiles.h with AMX
    delta.h      the gated delta rule
    layer.h      norms, rotary embedding, whole layers
@@ -133,7 +134,8 @@ const int64_t layout[] = {
     AT(Layer, after_attention), AT(Layer, before_mlp), AT(Layer, after_mlp), AT(Layer, query_norm), AT(Layer, key_norm),
     AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads), AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, turned),
     AT(Layer, turning), AT(Layer, norms_turned), AT(Layer, is_eager), AT(Layer, beside), AT(Layer, activation), AT(Layer, is_gated),
-    AT(Layer, has_gates), AT(Layer, scaling), AT(Layer, cap), AT(Layer, delta),
+    AT(Layer, has_gates), AT(Layer, scaling), AT(Layer, cap), AT(Layer, sinks), AT(Layer, xielu_above), AT(Layer, xielu_below),
+    AT(Layer, xielu_beta), AT(Layer, xielu_epsilon), AT(Layer, delta),
     sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, parents), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles),
     AT(Pass, places), AT(Pass, first), AT(Pass, slots), AT(Pass, starts), AT(Pass, threads), AT(Pass, at_once), AT(Pass, buffer),
     AT(Pass, scratch), AT(Pass, of_thread),

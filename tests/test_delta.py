@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.core.drafts import Draft
-from assisted.engine.delta import DeltaMixer
+from assisted.engine.delta import DeltaMixer, inputs_of
 from assisted.engine.libraries import READS_STATES
 from assisted.engine.masks import Columns
 from assisted.engine.recurrent import slots_for, target_runner
@@ -27,6 +27,8 @@ from assisted.fast.delta import NativeMixer
 from assisted.fast.head_steps import HeadSteps
 from assisted.fast.layers import DeltaLayer, FusedLayer, FusedMLP
 from assisted.fast.norms import GatedNorm
+from assisted.loading.packed import PackedConfig
+from assisted.loading.quantization import quantize_copy
 from assisted.methods.mtp import fused as heads_fused
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
@@ -122,6 +124,29 @@ def test_half_precision(name, sizes, copied, monkeypatch):
         pytest.skip("this processor does not multiply bfloat16")
     model = built(name, **sizes).to(torch.bfloat16)
     monkeypatch.setattr(fused, "may_copy", lambda parameters: copied)
+    one, two = runners(model)
+    ids = random_ids(model, 2, 14)
+    assert torch.allclose(one.prefill(ids[:, :6], None), two.prefill(ids[:, :6], None), atol=0.1)
+    own, found = one(ids[:, 6:]), two(ids[:, 6:])
+    assert (own - found).abs().median() < 0.02 * own.std()
+
+
+@needed
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_low_bits(name, bits):
+    """Products with few outputs, such as those of decays, are filled up one by one where they are joined."""
+    model = quantize_copy(built(name, **WIDE).to(torch.bfloat16), PackedConfig(bits))
+    layers = fused.fused(model).module.model.layers
+    joined = layers[0].linear_attn.joined
+    assert joined.native is not None and (joined.order is not None) == (name != "qwen3_next")
+    assert layers[0].native is not None and fused.fused(model).runs == (
+        "layers in C" if name == "qwen3_5" else "fused layers"
+    )
+    inputs = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    expected = torch.cat([module(inputs) for module in inputs_of(model.model.layers[0].linear_attn)], -1)
+    assert torch.equal(joined(inputs), expected)
     one, two = runners(model)
     ids = random_ids(model, 2, 14)
     assert torch.allclose(one.prefill(ids[:, :6], None), two.prefill(ids[:, :6], None), atol=0.1)

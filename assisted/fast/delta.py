@@ -22,8 +22,9 @@ _SHARED = 2**18  # products of a number and a state's entry from which several t
 _PLAIN = torch.contiguous_format
 
 
-def rule_of(mixer: DeltaMixer) -> Rule | None:
-    """What C needs of a layer's rule, with copies of its small weights; None if C cannot run it."""
+def rule_of(mixer: DeltaMixer, order: torch.Tensor | None = None) -> Rule | None:
+    """What C needs of a layer's rule, with copies of its small weights; None if C cannot run it. order: of the outputs of its
+    first product, see `Product`."""
     own: Any = mixer.own
     norm: Any = mixer.gated_norm
     conv, dtype = own.conv1d, own.conv1d.weight.dtype
@@ -39,7 +40,7 @@ def rule_of(mixer: DeltaMixer) -> Rule | None:
     keys, heads, dk, dv = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim
     channels, shared = 2 * keys * dk + heads * dv, heads // keys
     lengths = conv.weight.shape[-1] * channels, channels, heads, heads, dv
-    outputs = torch.arange(channels + heads * (dv + 2))
+    outputs = torch.arange(channels + heads * (dv + 2)) if order is None else order
     of_conv, gates, strengths, decays = (part.flatten() for part in mixer.arrange(own, outputs[None, None]))
     queries, of_keys, values = of_conv.split([keys * dk, keys * dk, heads * dv])
     begin = [int(part[0]) for part in (queries, of_keys, values, gates, strengths, decays)]

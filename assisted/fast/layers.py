@@ -170,6 +170,8 @@ class DeltaLayer(FusedMLP):
         products = [Product(modules, copied) for modules in of_mixer(layer)]
         self.linear_attn = NativeMixer(own, products[0], GatedNorm(outputs_of(own)[0]), products[1])
         self.mix, rule = self.linear_attn.forward, self.linear_attn.rule
+        if rule is not None and products[0].order is not None:
+            rule = delta.rule_of(self.linear_attn, products[0].order)
         self.native = None if rule is None else self._in_c(products, native.Shape(), rule=rule)
         if self.native is not None and self.native.dtype != own.conv1d.weight.dtype:
             self.native = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -172,7 +173,12 @@ class Product:
     reads them in place.
 
     in_8_bits: in C, round weights and inputs of bfloat16 to 8 bits, as a draft may.
+
+    Attributes:
+        order: [outputs] int64, where they are among the outputs of `native`; None if they are the first ones.
     """
+
+    order: torch.Tensor | None = None
 
     def __init__(self, modules: Sequence[nn.Module], copied: bool, in_8_bits: bool = False):
         self.modules = modules
@@ -184,10 +190,13 @@ class Product:
         self.most = native.MOST
         whole = joined(modules)
         if whole is not None:
-            self.modules = [whole]
-            self.low = whole if whole.is_product else None
+            self.modules, sizes = [whole], [int(module.out_features) for module in modules]  # type: ignore[arg-type]
+            self.low, self.outputs = whole if whole.is_product else None, sum(sizes)
+            if any(size % native.OUTPUTS for size in sizes[:-1]) and whole.out_features > self.outputs:
+                begin = accumulate((size + -size % native.OUTPUTS for size in sizes), initial=0)
+                self.order = torch.cat([at + torch.arange(size) for at, size in zip(begin, sizes, strict=False)])
             if isinstance(self.low, NativeLinear):
-                self.native, self.outputs = self.low.native_product, self.low.out_features
+                self.native = self.low.native_product
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
@@ -230,10 +239,16 @@ class Product:
 
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
         """The same, in the dtype that the product was computed in if that is another one."""
+        made = self._filled(inputs)
+        return made if self.order is None else made.index_select(-1, self.order)
+
+    def _filled(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The same, with what outputs are filled up with if there is an `order`."""
         columns = inputs.shape[:-1].numel()
         if self.native is not None and not torch.compiler.is_compiling() and columns <= self.most:
             made = self.native(inputs.reshape(columns, -1).to(self.native.dtype))
-            return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
+            made = made if self.order is not None else made[:, : self.outputs]
+            return made.view(*inputs.shape[:-1], made.shape[1])
         if self.low is not None:
             return self.low.raw(inputs)
         if (self.packed is not None or self.native is not None) and torch.compiler.is_compiling():

@@ -406,9 +406,9 @@ def test_prompts_of_whole_layers_in_c(rows, chunk, monkeypatch):
     """Logits, keys, values and states after a prompt, also in pieces, are those of the model itself."""
     model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft="suffix").target
     ids = torch.randint(5, 2000, (rows, 20), generator=torch.Generator().manual_seed(rows))
-    masks, calls, own = masks_of(model, trust(model)), [], native.NativeLayer.__call__
+    masks, calls, own = masks_of(model, trust(model)), [], native.NativeLayers.one
     monkeypatch.setattr(
-        native.NativeLayer, "__call__", lambda *given, **more: calls.append(given[1].shape[1]) or own(*given, **more)
+        native.NativeLayers, "one", lambda *given, **more: calls.append(given[1].shape[1]) or own(*given, **more)
     )
     run = target_runner(fused.fused(model), slots_for(model, None, rows, 32, masks), masks)
     expected = DynamicCache(config=model.config)

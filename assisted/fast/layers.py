@@ -175,7 +175,7 @@ class DeltaLayer(FusedMLP):
         self.native = None if rule is None else self._in_c(products, native.Shape(), rule=rule)
         if self.native is not None and self.native.dtype != own.conv1d.weight.dtype:
             self.native = None
-        self.at_once = None if self.native is None else native.NativeLayers([self.native])
+        self.alone = None if self.native is None else native.NativeLayers([self.native])
 
     def stores(self, cache: Any) -> Sequence[torch.Tensor] | None:
         """The states for a pass over columns; None for others."""
@@ -190,8 +190,8 @@ class DeltaLayer(FusedMLP):
         cache: Any = kwargs.get(CACHE)
         attention_mask = None if isinstance(attention_mask, dict) else attention_mask  # of a pass over columns
         found = None
-        if self.at_once is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
-            made, read = delta.run(self.at_once, hidden_states, stores, {}, cache.columns)
+        if self.alone is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            made, read = delta.run(self.alone, hidden_states, stores, {}, cache.columns)
             cache.note_together(read)
             found = made[0]
         elif attention_mask is None:
@@ -202,13 +202,13 @@ class DeltaLayer(FusedMLP):
 
     def _of_text(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor | None:
         """The layer in C over a short prompt; None where that is not possible."""
-        mixer, own = self.linear_attn, self.native
+        mixer, own, width = self.linear_attn, self.alone, hidden.shape[:-1].numel()
         if own is None or cache is None or getattr(cache, "columns", None) is not None:
             return None
-        states, width = mixer.states_for(hidden, cache), hidden.shape[:-1].numel()
-        if states is None or width > min(own.most, native.AT_ONCE) or not delta.fits(hidden, states):
+        states = mixer.states_for(hidden, cache)
+        if states is None or width > own.layers[0].most or not delta.fits(hidden, states):
             return None
-        made = own(hidden.contiguous(), *states, native.NativePass.without_slots(*hidden.shape[:-1]))
+        made = own.one(hidden.contiguous(), *states, native.NativePass.without_slots(*hidden.shape[:-1]), None)
         mixer.keep(cache, *states)
         return made
 
@@ -252,6 +252,7 @@ class FusedLayer(FusedMLP):
                 next(layer.parameters()).device
             )
         self.native = self._native()
+        self.alone = None if self.native is None else native.NativeLayers([self.native])
 
     def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values for a pass over columns; None for others."""
@@ -308,7 +309,7 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache: Any = kwargs.get(CACHE)
-        if self.native is None or hidden_states.dtype != self.native.dtype:
+        if self.native is None or self.alone is None or hidden_states.dtype != self.native.dtype:
             return None
         slots = slots_of_layer(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
@@ -316,12 +317,12 @@ class FusedLayer(FusedMLP):
         hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
         around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
         if last_only and self.is_last:
-            native.NativeLayers([self.native]).run(hidden, slots, {self.kind: around}, beside)
+            self.alone.run(hidden, slots, {self.kind: around}, beside)
             hidden, mask = hidden[:, -1:].contiguous(), None if mask is None else mask[:, :, -1:]
             beside = None if beside is None else beside[:, -1:].contiguous()
             angles = angles[0][:, -1:], angles[1][:, -1:]
             around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
-        made = self.native(hidden, *slots, around, beside)
+        made = self.alone.one(hidden, *slots, around, beside)
         if self.native.is_whole:
             return made
         # what the MLP reads beside attention is gone

@@ -617,21 +617,6 @@ class NativeLayer:
         of_states = rows * rule.struct.heads * rule.struct.dk * rule.struct.dv
         return [(self.dtype, rows * rule.channels * rule.struct.size), (torch.float32, of_states)]
 
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        around: NativePass,
-        beside: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
-        columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
-        norm of `hidden`."""
-        made = torch.empty_like(hidden)
-        NativeLayers([self]).run(hidden, [keys, values], {self.kind: around}, beside, made)
-        return made
-
 
 class NativeLayers:
     """Layers of the same sizes, which run one after the other.
@@ -664,6 +649,19 @@ class NativeLayers:
             self.made_for, self.of_stores = (rows, capacity), tuple(zip(*parts, strict=True))
         return pointers(stores, *self.of_stores), capacity
 
+    def one(
+        self,
+        hidden: torch.Tensor,
+        one: torch.Tensor,
+        two: torch.Tensor,
+        around: NativePass,
+        beside: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`run` of a single layer, [R, n, hidden] -> [R, n, hidden], all contiguous. one, two: keys and values, or states."""
+        made = torch.empty_like(hidden)
+        self.run(hidden, [one, two], {self.layers[0].kind: around}, beside, made)
+        return made
+
     def run(
         self,
         hidden: torch.Tensor,
@@ -676,15 +674,13 @@ class NativeLayers:
     ) -> None:
         """stores: keys and values of each, or its states. around: the same pass for each kind of layer. beside: of the first
         one. made: gets the outputs, [layers, R, n, hidden]; None, for a single layer, if only its keys and values are needed.
-        logits: gets those of a whole model, [R, n, outputs]. notes: addresses for what layers with the delta rule read, four
-        for each layer; None if their states become those after the columns."""
-        first, each, dtype = self.layers[0], self.addresses, self.dtype
-        own = next(iter(around.values()))
+        logits: gets those of a whole model, [R, n, outputs]. notes: an array of addresses for what layers with the delta rule
+        read, four for each layer; None if their states become those after the columns."""
+        first, each, dtype, own = self.layers[0], self.addresses, self.dtype, next(iter(around.values()))
         columns, size = own.columns, first.struct.hidden
         places, capacity = self.places(stores, own.rows)
         read = pointer(beside, dtype, columns * first.products[0].inputs)
-        noted = None if notes is None else ctypes.addressof(notes)
-        given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), noted, capacity
+        given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), notes, capacity
         end = None if logits is None or self.end is None else ctypes.addressof(self.end)
         found = pointer(made, dtype, len(each) * columns * size)
         last = None if self.output is None else pointer(logits, dtype, columns * self.output.outputs)

@@ -239,18 +239,12 @@ class Product:
 
     def raw(self, inputs: torch.Tensor) -> torch.Tensor:
         """The same, in the dtype that the product was computed in if that is another one."""
-        made = self._filled(inputs)
-        return made if self.order is None else made.index_select(-1, self.order)
-
-    def _filled(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The same, with what outputs are filled up with if there is an `order`."""
         columns = inputs.shape[:-1].numel()
         if self.native is not None and not torch.compiler.is_compiling() and columns <= self.most:
-            made = self.native(inputs.reshape(columns, -1).to(self.native.dtype))
-            made = made if self.order is not None else made[:, : self.outputs]
-            return made.view(*inputs.shape[:-1], made.shape[1])
+            made = self._real(self.native(inputs.reshape(columns, -1).to(self.native.dtype)))
+            return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
         if self.low is not None:
-            return self.low.raw(inputs)
+            return self._real(self.low.raw(inputs))
         if (self.packed is not None or self.native is not None) and torch.compiler.is_compiling():
             # from the model's own weights: a compiler that treats them as constants joins and packs them itself
             weights: list[Any] = [module.weight for module in self.modules]
@@ -260,8 +254,12 @@ class Product:
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
         if len(self.modules) == 1:
-            return self.modules[0](inputs)
+            return self._real(self.modules[0](inputs))
         return torch.cat([module(inputs) for module in self.modules], -1)
+
+    def _real(self, made: torch.Tensor) -> torch.Tensor:
+        """Outputs without what lies between them."""
+        return made if self.order is None else made.index_select(-1, self.order)
 
 
 def _is_faster(inputs: torch.Tensor, entries: int) -> bool:

@@ -94,10 +94,10 @@ class _Together:
         if self.natives is None or self.natives.dtype != hidden.dtype:
             return None
         slots = slots_of(cache, [own.index for own, attends in zip(self.each, self.attend, strict=True) if attends])
-        if slots is None or all(self.attend):
-            return slots
-        found: list[torch.Tensor] = []
-        of_attention = iter(slots)
+        return slots if slots is None or all(self.attend) else self._with_states(slots, cache, hidden)
+
+    def _with_states(self, slots: list[torch.Tensor], cache: Any, hidden: torch.Tensor) -> list[torch.Tensor] | None:
+        of_attention, found = iter(slots), list[torch.Tensor]()
         for own, attends in zip(self.each, self.attend, strict=True):
             part = (next(of_attention), next(of_attention)) if attends else own.stores(cache)
             if part is None or not (attends or delta.fits(hidden, part)):

@@ -402,7 +402,7 @@ def test_a_step_of_the_mtp_head_in_c(window, tree, dtype, monkeypatch):
                 own = getattr(HeadSteps, name)
                 patch.setattr(HeadSteps, name, lambda *given, own=own, name=name: steps.append(name) or own(*given))
             if way == "by torch":
-                patch.setattr(heads_fused, "_mtp_steps", lambda *given: "not in C")
+                patch.setattr(heads_fused, "mtp_steps", lambda *given: "not in C")
             pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4, dtype=dtype)
             text = pair.generate(ids, **kwargs)
         assert dtype != torch.float32 or text.tolist() == pair.target.generate(ids, **kwargs).tolist()

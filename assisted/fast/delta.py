@@ -191,13 +191,13 @@ class PassRead:
 
 
 def _noted(rule: Rule | None, dtype: torch.dtype, rows: int, width: int) -> list[int]:
-    """Bytes of what a layer notes: inputs, decays, keys, and what is written (`Read`). Each begins a line of memory."""
+    """Bytes of what a layer notes: inputs, decays, keys, and what is written (`Read`)."""
     if rule is None:
         return [0] * 4
     own, floats = rule.struct, torch.float32.itemsize
     sizes = [rows * rule.channels * (own.size + width) * dtype.itemsize]
     sizes += [rows * width * own.heads * count * floats for count in (1, own.dk, own.dv)]
-    return [-(-size // 64) * 64 for size in sizes]
+    return [-(-size // floats) * floats for size in sizes]
 
 
 def run(

@@ -51,7 +51,7 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other: Any = with_children(head, children)
-    other.steps_with = functools.partial(_mtp_steps, head, other)
+    other.steps_with = functools.partial(mtp_steps, head, other)
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
         expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
@@ -75,7 +75,7 @@ def _in_two_steps(head: MTPHead, embeddings: Tensor, states: Tensor) -> Tensor:
     return torch.cat(made, 1)
 
 
-def _mtp_steps(head: MTPHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
+def mtp_steps(head: MTPHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
     """Its steps in C in texts of one row, with the embeddings of a target, or why there are none. other: the fused head."""
     layer, join, table, dtype = other.layer, other.fc.product.native, other.rotary_emb.table, head.dtype
     product: Any = getattr(target.get_output_embeddings() if head.shares_output else other.output, "run", None)

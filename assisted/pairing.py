@@ -112,7 +112,7 @@ def load(
         kwargs["config"] = config
     settings = parsed(draft, draft_length)
     kwargs = trusting(path, base, **_with_dtype(config, kwargs))
-    of_file, origin = dict[str, Any](), path
+    of_file, origin = dict[str, Any](), base  # an adapter's folder holds none of the base model's heads
     if gguf_file is not None:
         target = load_from_gguf(path, gguf_file, *model_args, **kwargs)
         of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}

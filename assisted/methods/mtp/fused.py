@@ -112,4 +112,6 @@ class HeadInC:
 
 def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:
     """The head in C; None if its layer has no such form. layer: the fused one."""
-    return None if layer.floats is None or head.fc.weight.dtype != torch.float32 else HeadInC(head, layer, angles)
+    if layer.floats is None or head.fc.weight.dtype != torch.float32 or head.window is not None:
+        return None
+    return HeadInC(head, layer, angles)

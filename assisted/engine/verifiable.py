@@ -26,7 +26,7 @@ from .hooks import looked_over
 from .libraries import CACHE, RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
-from .parts import device_of, unwrapped
+from .parts import device_of, few_ids, unwrapped
 from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .session import go_on
@@ -67,12 +67,28 @@ TESTED = frozenset(_NAMES.split())
 
 
 def require_verifiable(model: PreTrainedModel) -> None:
-    """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
+    """Raise ValueError with the reason if a target cannot verify drafts, see `obstacle_to`, or does not run at all."""
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     require_verifiable_cache(model)
     reason = obstacle_to(model, trust(model))
     if reason is not None:
+        _require_forward(model)
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
+
+
+@torch.no_grad()
+def _require_forward(model: PreTrainedModel) -> None:
+    """Raise ValueError with a model's own error if it does not run without drafts, either, as some quantized ones."""
+    try:
+        if not Traits.of(model).crosses:
+            model(input_ids=few_ids(model), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"target: {type(model).__name__} does not run, with or without drafts ({type(error).__name__}: {error}); check its "
+            "quantization and its dtype"
+        ) from error
 
 
 def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, replaces: bool = True) -> str | None:

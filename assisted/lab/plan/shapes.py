@@ -90,13 +90,16 @@ class Shapes:
             draft = registry.read(config.draft, Path(folder))
             folder, config = str(Path(folder) / "target"), config.target
         model = _on_meta(config, trust_remote_code)
-        method = getattr(config, "quantization_config", None)
-        if method is None and Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
+        method = _method_of(config)
+        if Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
+            if method is not None:
+                raise ValueError(
+                    f"{role}: {path!r} is quantized ({method}), and its config does not tell how much its weights take: its "
+                    "folder has no *.safetensors files"
+                )
             counted = "its folder has no *.safetensors files, so that its weights are counted from the config"
             return Shapes(path, model, None, note=counted, draft=draft)
         tensors = headers(folder, path, role, hub).values()
-        if method is not None:
-            method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
         stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
         numbers = sum(tensor.parameter_count for tensor in tensors)
         expected = sum(weight.numel() for weight in model.parameters())
@@ -112,8 +115,13 @@ class Shapes:
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
-        """Of a config alone, without looking for weights."""
-        return Shapes(name or config.model_type, _on_meta(config), None)
+        """Of a config alone, without looking for weights. They are counted as those of a model that is not quantized."""
+        note = (
+            f"its weights are counted as if they were not quantized ({method})"
+            if (method := _method_of(config))
+            else ""
+        )
+        return Shapes(name or config.model_type, _on_meta(config), None, note=note)
 
     @property
     def config(self) -> Any:
@@ -173,6 +181,15 @@ def _states(cache: Any) -> States:
     if not per_token and not fixed:
         raise ValueError("the cache is empty")
     return States(tuple(per_token), fixed)
+
+
+def _method_of(config: PretrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantized; None if they are not."""
+    held = getattr(config, "quantization_config", None)
+    if held is None:
+        return None
+    method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
+    return str(getattr(method, "value", method))
 
 
 def _refused(path: str, hub: dict[str, Any]) -> Exception | None:

@@ -24,7 +24,7 @@ from .engine.parts import device_of
 from .engine.traits import Traits
 from .engine.verifiable import require_verifiable
 from .extras import DTYPES
-from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .loading.adapters import base_path, has_adapter, require_in_layers, restore_magnitudes, save_adapter, trusting
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
@@ -122,6 +122,7 @@ def load(
             kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
             kwargs = with_recorded(AutoConfig.from_pretrained(base, **own) if saved else config, kwargs)
             target = kind.from_pretrained(path, *model_args, **kwargs)
+            restore_magnitudes(target, path, "target", **for_adapter)
     side = padding_side(target)
     found = tokenizer or find_tokenizer(path, **hub, **of_file, **side)
     if found is None and base != path:

@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.cross import Encoded, alone, is_encoder_decoder
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, try_out, unwrapped
-from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
+from .adapters import MADE_BY_PEFT, base_path, copy_adapter, has_adapter, restore_magnitudes, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
 from .classes import auto_class
 from .files import copy_files, of_hub
@@ -126,7 +126,8 @@ def load_quantized(
         kwargs["quantization_config"] = _guarded(method, shapes)
     kind = auto_class(config)
     model, found = kind.from_pretrained(path, dtype=dtype, device_map=device_map, output_loading_info=True, **kwargs)
-    if lacking := sorted(found["missing_keys"]):
+    made = restore_magnitudes(model, path, "draft", **hub)
+    if lacking := sorted(name for name in {*found["missing_keys"]} - made if not name.endswith(MADE_BY_PEFT)):
         names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
         raise ValueError(
             f"draft: the checkpoint at {path!r} lacks {names}, which would be random numbers; download it again, or check "

@@ -160,6 +160,11 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
     model = unmarked(model)
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
+    if name := next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None):
+        raise ValueError(
+            f"quantization: a part of the model is a result of torch.compile, and a copy finds no weights under its names "
+            f"({name}); leave that out, or use another draft"
+        )
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
     method = resolve(quantization, model.dtype, model.device.type)

@@ -388,6 +388,16 @@ def test_a_folder_with_a_config_alone(folder: Path, tmp_path: Path, capsys: pyte
     assert "counted from the config" in capsys.readouterr().out
 
 
+def test_an_adapter_is_planned_as_its_base_model(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(tmp_path)
+    found = plan(str(tmp_path), memory="8GB", context=64)
+    assert found.best.parts == plan(str(folder), memory="8GB", context=64).best.parts
+    assert found.notes == (f"{tmp_path}: these are the sizes of its base model, {folder}, without the adapter.",)
+    assert str(tmp_path) in found.line
+
+
 def in_fp8(folder: Path, where: Path) -> Path:
     """The same model in FP8 with a scale for each square of 128."""
     tensors = {}

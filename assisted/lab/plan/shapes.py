@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ... import zoo
 from ...configuration import AssistedConfig
 from ...engine.libraries import chooses_experts
 from ...engine.parts import cache_argument
+from ...loading.adapters import base_path
 from ...loading.classes import auto_class
 from ...loading.files import headers
 from ...loading.gguf import named_in, read_config
@@ -54,7 +55,8 @@ class Shapes:
         """The shapes of a model that is named.
 
         Args:
-            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded. Of a
+                folder with a PEFT adapter, the base model is read.
             role: the argument that named it, for messages.
             trust_remote_code: run code that comes with the checkpoint to build its modules.
             hub: `revision` and `token`, for the Hub.
@@ -70,6 +72,10 @@ class Shapes:
             return Shapes(
                 path, _on_meta(read_config(folder, gguf)), Path(gguf).stat().st_size, note="dequantized from GGUF"
             )
+        if Path(folder).is_dir() and (base := base_path(folder, role)) != folder:
+            found = Shapes.read(base, role)
+            told = f"these are the sizes of its base model, {base}, without the adapter"
+            return replace(found, name=path, note=f"{told}; {found.note}" if found.note else told)
         if not Path(folder).exists() and (why := _refused(folder, hub)) is not None:
             cached = try_to_load_from_cache(folder, "config.json", revision=hub.get("revision"))
             if isinstance(cached, str):

@@ -1,6 +1,7 @@
 """Hybrids with the gated delta rule in fewer operations, and the rule in C: the layers' own output, and their states."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import DynamicCache
 
 from assisted import MTP, AssistedModelForCausalLM, decoding, verification
 from assisted.core.drafts import Draft
-from assisted.engine.delta import DeltaMixer
+from assisted.engine.delta import DeltaMixer, inputs_of
 from assisted.engine.libraries import READS_STATES
 from assisted.engine.masks import Columns
 from assisted.engine.recurrent import slots_for, target_runner
@@ -20,28 +21,40 @@ from assisted.engine.session import go_on
 from assisted.engine.traits import Traits
 from assisted.engine.trust import trust
 from assisted.engine.verifiable import masks_of
-from assisted.fast import delta, fused, products
+from assisted.fast import delta, fused, native, products
 from assisted.fast import layers as fused_layers
 from assisted.fast.delta import NativeMixer
+from assisted.fast.head_steps import HeadSteps
 from assisted.fast.layers import DeltaLayer, FusedLayer, FusedMLP
 from assisted.fast.norms import GatedNorm
+from assisted.loading.packed import PackedConfig
+from assisted.loading.quantization import quantize_copy
 from assisted.methods.mtp import fused as heads_fused
-from assisted.methods.shared.runner import HeadRunner
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 NAMES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid"]
 ROUNDING = 2e-4  # of states and logits, float32
 PARENTS = torch.tensor([[-1, -1, 0, 1], [-1, 0, 1, 2]])
 
-needed = pytest.mark.skipif(delta.loaded()[0] is None, reason=delta.loaded()[1])
+needed = pytest.mark.skipif(native.loaded(torch.float32)[0] is None, reason=native.loaded(torch.float32)[1])
 over_names = pytest.mark.parametrize("name", NAMES)
 
 
 BY_NAME["qwen3_5_moe"] = _entry("qwen3_5_moe", "qwen3_5_moe_text", **LINEAR_LAYERS, **DELTA)
 
 
-def built(name):
-    return build(BY_NAME[name])
+# sizes of which whole layers run in C; those of `BY_NAME` are of all kinds
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
+
+def built(name, **sizes):
+    return build(BY_NAME[name], **sizes)
 
 
 def runners(model, rows=2):
@@ -87,26 +100,29 @@ def compare(model, error=ROUNDING):
 
 @over_names
 @pytest.mark.parametrize("in_c", [pytest.param(True, marks=needed), False])
-def test_says_the_same_over_padding_chains_and_trees(name, in_c, monkeypatch):
+@pytest.mark.parametrize("sizes", [WIDE, {}], ids=["layers", "rule"])
+def test_says_the_same_over_padding_chains_and_trees(name, sizes, in_c, monkeypatch):
     if not in_c:
-        monkeypatch.setattr(delta, "loaded", lambda *dtype: (None, "of the test"))
-    model = built(name)
+        monkeypatch.setattr(native, "loaded", lambda *dtype: (None, "of the test"))
+    model = built(name, **sizes)
     before = snapshot(model)
     layers = fused.fused(model).module.model.layers
-    assert type(layers[0]) is DeltaLayer and type(layers[0].linear_attn) is (NativeMixer if in_c else DeltaMixer)
+    assert type(layers[0]) is DeltaLayer and (layers[0].linear_attn.rule is not None) == in_c
+    assert not sizes or (layers[0].native is not None) == in_c
     assert isinstance(layers[1], FusedLayer) == (name != "olmo_hybrid")  # whose norms stand elsewhere
     compare(model)
     assert_same(before, snapshot(model))
 
 
 @over_names
+@pytest.mark.parametrize("sizes", [WIDE, {}], ids=["layers", "rule"])
 @pytest.mark.parametrize("copied", [False, True])
 @torch.no_grad()
-def test_half_precision(name, copied, monkeypatch):
+def test_half_precision(name, sizes, copied, monkeypatch):
     """Every number is rounded where the layers round it; products of joined weights may add in another order."""
     if not products.packs(torch.bfloat16):
         pytest.skip("this processor does not multiply bfloat16")
-    model = built(name).to(torch.bfloat16)
+    model = built(name, **sizes).to(torch.bfloat16)
     monkeypatch.setattr(fused, "may_copy", lambda parameters: copied)
     one, two = runners(model)
     ids = random_ids(model, 2, 14)
@@ -115,10 +131,35 @@ def test_half_precision(name, copied, monkeypatch):
     assert (own - found).abs().median() < 0.02 * own.std()
 
 
-@over_names
+@needed
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_reads_the_weights_as_they_are_now(name):
-    model = built(name)
+def test_low_bits(name, bits):
+    """Products with few outputs, such as those of decays, are filled up one by one where they are joined."""
+    model = quantize_copy(built(name, **WIDE).to(torch.bfloat16), PackedConfig(bits))
+    layers = fused.fused(model).module.model.layers
+    joined = layers[0].linear_attn.joined
+    assert joined.native is not None and (joined.order is not None) == (name != "qwen3_next")
+    assert layers[0].native is not None and fused.fused(model).runs == (
+        "layers in C" if name == "qwen3_5" else "fused layers"
+    )
+    inputs = torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    expected = torch.cat([module(inputs) for module in inputs_of(model.model.layers[0].linear_attn)], -1)
+    assert torch.equal(joined(inputs), expected)
+    one, two = runners(model)
+    ids = random_ids(model, 2, 14)
+    assert torch.allclose(one.prefill(ids[:, :6], None), two.prefill(ids[:, :6], None), atol=0.1)
+    own, found = one(ids[:, 6:]), two(ids[:, 6:])
+    assert (own - found).abs().median() < 0.02 * own.std()
+
+
+@over_names
+@pytest.mark.parametrize("copied", [False, True])
+@torch.no_grad()
+def test_reads_the_weights_as_they_are_now(name, copied, monkeypatch):
+    monkeypatch.setattr(fused, "suffice_in_place", lambda modules: not copied)
+    model = built(name, **WIDE)
     mixer = model.model.layers[0].linear_attn
     layers = fused.fused(model).module.model.layers
     assert fused.fused(model).module.model.layers is layers
@@ -129,19 +170,21 @@ def test_reads_the_weights_as_they_are_now(name):
         lambda: model.model.layers[0].input_layernorm.weight.data.add_(0.2),
     ):
         change()
-        compare(model)
+        compare(model, 5 * ROUNDING)  # experts magnify it
 
 
 @over_names
 def test_text_is_plain(name):
-    target = built(name)
+    target = built(name, **WIDE)
     model = AssistedModelForCausalLM.from_models(target, draft="suffix", draft_length=4)
+    # layers of OLMo's hybrids with attention, and experts, run by themselves
+    passes = "layers in C" if name == "qwen3_5" and native.is_available(torch.float32) else "fused layers"
     ids = random_ids(target, 1, 8).repeat(1, 3)
     with no_fallback():
         for batch in (ids, torch.cat([ids, random_ids(target, 1, 24, seed=4)])):
             kwargs = CALL | {"max_new_tokens": 24}
             assert model.generate(batch, **kwargs).tolist() == target.generate(batch, **kwargs).tolist()
-            assert model.report.passes == "fused layers"
+            assert model.report.passes == passes
             assert model.report.drafted > 0
     model.fast = "eager"
     model.generate(ids, **kwargs)
@@ -166,14 +209,15 @@ def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatc
     run, advance = delta.run, delta.PassRead.advance
 
     def wrong(*given):
-        made, read = run(*given)
-        return made + 0.1 * made.flip(-1), read  # the last norm would undo a factor
+        found = run(*given)
+        given[-1].add_(0.1 * given[-1].flip(-1))
+        return found
 
     def stays(self, last):
         advance(self, [max(column - 1, 0) for column in last])
 
     monkeypatch.setattr(*((delta, "run", wrong) if fault == "output" else (delta.PassRead, "advance", stays)))
-    model = built("qwen3_5")
+    model = built("qwen3_5", **WIDE)
     made = fused.fused(model)
     assert made.module is model and "differ by more than rounding" in made.warning
 
@@ -183,8 +227,6 @@ def test_layers_in_c_that_compute_something_else_are_found_out(fault, monkeypatc
 def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypatch):
     """In the columns themselves, or in what they leave to the next ones."""
     own = DeltaMixer.over_columns
-    for module in (fused, fused_layers):
-        monkeypatch.setattr(module, "is_float", lambda module: False)
 
     def wrong(self, *given):
         made, read = own(self, *given)
@@ -192,8 +234,8 @@ def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypat
 
     monkeypatch.setattr(NativeMixer, "over_columns", wrong)
     monkeypatch.setattr(NativeMixer, "of_text", DeltaMixer.of_text)
-    monkeypatch.setattr(delta, "loaded", lambda: (object(), ""))
     model = built(name)
+    monkeypatch.setattr(fused_layers.native, "NativeLayer", lambda *given: None)
     made = fused.fused(model)
     assert made.module is model and "differ by more than rounding" in made.warning
 
@@ -204,11 +246,11 @@ def test_a_rule_that_computes_something_else_is_found_out(name, fault, monkeypat
 @pytest.mark.parametrize("ended", [False, True])
 def test_states_after_a_rejection_are_those_of_a_prompt(name, ended):
     """Layers in C: whatever was drafted beside, each row's states are those of its committed text, read as a prompt."""
-    model = built(name)
+    model = built(name, **WIDE)
     ids, columns = random_ids(model, 3, 9), random_ids(model, 3, 5, seed=3)
     prepared, masks = fused.fused(model), Traits.of(model).column_masks
-    kinds = [layer.floats is not None for layer in prepared.module.model.layers if isinstance(layer, FusedMLP)]
-    assert kinds and all(kinds) == (name != "qwen3_next")  # whose layers have experts
+    layers = [layer for layer in prepared.module.model.layers if isinstance(layer, FusedMLP)]
+    assert layers and all(layer.native is not None for layer in layers)
     run = target_runner(prepared, slots_for(model, None, 3, 64, masks), masks)
     run.prefill(ids, None)
     texts, rows = [row.tolist() for row in ids], [0, 2] if ended else [0, 1, 2]
@@ -278,7 +320,7 @@ def test_the_rule_in_c(rows, kind, sizes, dtype, monkeypatch):
     if kind == "tree":
         draft = Draft(torch.zeros(rows, 4).long(), torch.full((rows,), 4), parents=PARENTS[[0, 1, 0][:rows]])
     columns = Columns.of(width, draft, torch.device("cpu"))
-    parts = mixer.arrange(own, mixer.joined(2 * torch.randn(rows, width, hidden, dtype=dtype)))
+    parts = mixer.joined(2 * torch.randn(rows, width, hidden, dtype=dtype))
     before, state = torch.randn(rows, own.conv_dim, 4, dtype=dtype), torch.randn(rows, heads, dk, dv)
     given = parts, before, state, columns
     two, read_two = DeltaMixer.over_columns(mixer, *given)
@@ -322,57 +364,39 @@ def test_texts_in_c(width, sizes, dtype, monkeypatch):
 
 
 @needed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 12])
-def test_a_step_of_the_mtp_head_in_c(window, monkeypatch):
-    """The same drafts in one call from tokens, from embeddings, and by operations of torch. Their text is the target's own."""
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_step_of_the_mtp_head_in_c(window, tree, dtype, monkeypatch):
+    """The same drafts in C and by operations of torch. Their text is the target's own."""
+    spec = MTP(tree=tree, draft_window=window)
+    pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4, dtype=dtype)
+    ids = pair.tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
+    found: dict[str, Any] = {}
+    steps: list[str] = []
+    kwargs = CALL | {"max_new_tokens": 40}
+    for way in ("in C", "by torch"):
+        drafts: list[list[int]] = []
 
-    def pair():
-        spec = MTP(tree=False, draft_window=window)
-        return AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4)
-
-    ids = pair().tokenizer("class Stack:\n    def push(self, item):\n", return_tensors="pt").input_ids
-    own_chain, own_read, chains = delta.TokenSteps.chain, HeadRunner.read, []
-
-    def chain(self, state, stores, place, position, count):
-        tokens, best = own_chain(self, state, stores, place, position, count)
-        read = state[:, None]
-        for at in range(count):  # token by token
-            score, token = self.output(read)[:, 0].max(-1)
-            assert (tokens[:, at], best[:, at]) == (token, score)
-            read = self(tokens[:, at : at + 1], read, stores, place + at, position + at)
-        chains.append(count)
-        return tokens, best
-
-    drafts: dict[str, list] = {"in one call": [], "from embeddings": [], "by torch": []}
-    states: dict[str, list[torch.Tensor]] = {way: [] for way in drafts}
-    for way, found in drafts.items():
-
-        def judge(draft, *rest, found=found):
-            found.append(draft.tokens.tolist())
+        def judge(draft, *rest, drafts=drafts):
+            drafts.append(draft.tokens.tolist())
             return verification.judge(draft, *rest)
 
-        def read(*given, way=way):
-            states[way].append(own_read(*given))
-            return states[way][-1]
-
-        chains.clear()
+        steps.clear()
         with monkeypatch.context() as patch, no_fallback():
             patch.setattr(decoding, "judge", judge)
-            patch.setattr(HeadRunner, "read", read)
-            patch.setattr(delta.TokenSteps, "chain", chain)
+            for name in ("chain", "tree"):
+                own = getattr(HeadSteps, name)
+                patch.setattr(HeadSteps, name, lambda *given, own=own, name=name: steps.append(name) or own(*given))
             if way == "by torch":
-                patch.setattr(heads_fused, "head_in_c", lambda *given: None)
-            elif way == "from embeddings":
-                patch.setattr(heads_fused.HeadInC, "steps", lambda *given: "not in C")
-            model = pair()
-            text = model.generate(ids, **CALL | {"max_new_tokens": 40})
-        assert text.tolist() == model.target.generate(ids, **CALL | {"max_new_tokens": 40}).tolist()
-        assert bool(chains) == (way == "in one call")
-        # whether the fused head computes the same as the head itself is tested elsewhere
-        for made, other in zip(states[way], states["in one call"], strict=True):
-            torch.testing.assert_close(made, other, atol=1e-5, rtol=1e-5)
-    assert drafts["in one call"] == drafts["from embeddings"] == drafts["by torch"]
-    assert any(len(draft[0]) == 4 for draft in drafts["in one call"])
+                patch.setattr(heads_fused, "_mtp_steps", lambda *given: "not in C")
+            pair = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft=spec, draft_length=4, dtype=dtype)
+            text = pair.generate(ids, **kwargs)
+        assert dtype != torch.float32 or text.tolist() == pair.target.generate(ids, **kwargs).tolist()
+        assert set(steps) == (set() if way == "by torch" else {"tree" if tree else "chain"})
+        found[way] = drafts, pair.report.accepted / pair.report.drafted
+    assert dtype != torch.float32 or found["in C"][0] == found["by torch"][0]
+    assert abs(found["in C"][1] - found["by torch"][1]) < 0.1
 
 
 @needed
@@ -382,8 +406,10 @@ def test_prompts_of_whole_layers_in_c(rows, chunk, monkeypatch):
     """Logits, keys, values and states after a prompt, also in pieces, are those of the model itself."""
     model = AssistedModelForCausalLM.from_pretrained("zoo:hybrid", draft="suffix").target
     ids = torch.randint(5, 2000, (rows, 20), generator=torch.Generator().manual_seed(rows))
-    masks, calls, own = masks_of(model, trust(model)), [], delta.read_text
-    monkeypatch.setattr(delta, "read_text", lambda *given: calls.append(given[1].shape[1]) or own(*given))
+    masks, calls, own = masks_of(model, trust(model)), [], native.NativeLayers.one
+    monkeypatch.setattr(
+        native.NativeLayers, "one", lambda *given, **more: calls.append(given[1].shape[1]) or own(*given, **more)
+    )
     run = target_runner(fused.fused(model), slots_for(model, None, rows, 32, masks), masks)
     expected = DynamicCache(config=model.config)
     calls.clear()

@@ -97,7 +97,6 @@ def test_each_kind_of_processor_has_libraries(system: str, machine: str, without
         for needs in (variants.ARM if is_arm else variants.PROCESSORS)
         for small in (False, True)
     }
-    expected |= {variants.of_delta((*known, "avx2")).name for known in ([()] if is_arm else [(), *variants.PROCESSORS])}
     made = variants.all_of(system, machine)
     assert {one.name for one in made} == expected - without and len(made) == len(expected - without)
     for one in made:
@@ -113,7 +112,7 @@ ALONE = """
 import json, re, sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from assisted import AssistedModelForCausalLM
-from assisted.fast import delta, native
+from assisted.fast import native
 import assisted
 sizes = dict(vocab_size=320, num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2)
 told = []
@@ -124,7 +123,7 @@ for dtype in native.DTYPES:
     pair.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=8, do_sample=False)
     told += pair.report.warnings
 maps = open("/proc/self/maps").read()
-libraries = [native.loaded(dtype)[0]._name for dtype in native.DTYPES] + [delta.loaded()[0]._name]
+libraries = [native.loaded(dtype)[0]._name for dtype in native.DTYPES]
 runtimes = sorted(set(re.findall(r"/\\S*omp[-.\\d]\\S*", maps)))
 print(json.dumps([assisted.__file__, libraries, told, runtimes]))
 """

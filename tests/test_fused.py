@@ -49,6 +49,7 @@ FAMILY = [
         "smollm3",
     ),
     *("glm", "glm4", "nemotron", "exaone4", "ernie4_5", "seed_oss", "hunyuan_v1_dense", "arcee", "apertus", "helium"),
+    "gpt_oss",
 ]
 """The architectures whose layers have a form."""
 ROUNDING = 1e-4  # the random models' logits have a spread of some units

@@ -24,6 +24,7 @@ from assisted.fast import native
 from assisted.fast.fused import fused
 from assisted.fast.layers import FusedLayer
 from assisted.fast.low_bit import CardLinear, LowBitLinear, NativeLinear, joined, low_bit
+from assisted.fast.products import Product
 from assisted.loading import packed, quantization
 from assisted.loading.packed import PackedConfig
 from assisted.loading.quantization import load_quantized, memory_bytes, quantize_copy, resolve, save_quantized
@@ -134,7 +135,17 @@ def test_what_cannot_be_joined() -> None:
         assert joined([one, *others]) is None
     assert joined([one]) is one
     assert joined([linear(64, 64)]) is None
-    assert joined([low_bit(linear(rows, 64), 4) for rows in (64, 40)]) is None
+
+
+def test_outputs_are_filled_up_where_c_joins_products() -> None:
+    """Those of modules whose outputs are no multiple of the layout's."""
+    modules = [low_bit(linear(rows, 64), 8) for rows in (64, 40, 8, 64)]
+    inputs = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = torch.cat([module(inputs) for module in modules], -1)
+    whole, product = joined(modules), Product(modules, True)
+    in_c = isinstance(modules[0], NativeLinear)
+    assert whole is not None and whole.out_features == (224 if in_c else 176) and (product.order is not None) == in_c
+    assert torch.equal(product(inputs), expected)
 
 
 def test_four_bits_name_the_remedy_on_other_devices() -> None:

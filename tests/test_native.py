@@ -184,6 +184,21 @@ def test_without_tiles(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bits not in (8.8, 4.8) or torch.equal(found[1], made[1])
 
 
+def test_the_library_of_float32_is_asked_for_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none on processors with AMX, either."""
+    library, flags = object(), {name for names in native.PROCESSORS for name in names}
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(native, "processor_flags", lambda: flags)
+    monkeypatch.setattr(native, "prebuilt_or_compiled", lambda variant: (library, ""))
+    monkeypatch.setattr(native, "declared", lambda library: library)
+    monkeypatch.setattr(native, "ready", {})
+    native.loaded.cache_clear()
+    try:
+        assert native.loaded(torch.float32) == (library, "")
+    finally:
+        native.loaded.cache_clear()
+
+
 @needed
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("bits", BITS)

@@ -12,16 +12,17 @@ from architectures import RECURRENT, build, random_ids
 from eagle_heads import random_head, trained_head
 from mtp_heads import random_mtp
 from pairs import CALL
+from test_delta import WIDE
 from test_native import LLAMA, built, needed
 from torch import nn
 from transformers import LlamaForCausalLM
 
 from assisted import MTP, AssistedModelForCausalLM, Eagle
 from assisted.engine.cache import SlotCache
-from assisted.fast import delta, fused, native, structs
+from assisted.fast import fused, native, structs
 from assisted.fast.head_steps import Shape
 from assisted.fast.norms import Norm
-from assisted.fast.structs import OtherLayout, columns_of, offset, pointer, require_layout
+from assisted.fast.structs import OtherLayout, offset, pointer, require_layout
 from assisted.methods.eagle.fused import fused_head
 from assisted.methods.shared.runner import HeadRunner
 
@@ -56,27 +57,16 @@ def test_addresses() -> None:
         offset(numbers, torch.float32, 5, 4)
 
 
-def test_columns_may_lie_apart_if_equally_far() -> None:
-    parts = torch.zeros(2, 3, 12).split([4, 8], -1)
-    found = columns_of(parts[1])
-    assert (found.data, found.stride) == (parts[1].data_ptr(), 12)
-    others = torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(2, 3, 4, device="meta")
-    for tensor in (torch.zeros(2, 4, 3).transpose(1, 2), torch.zeros(2, 6, 4)[:, :3], *others):
-        with pytest.raises(ValueError, match="equally far apart"):
-            columns_of(tensor)
-
-
 @needed
-@pytest.mark.parametrize("name", [part.__name__ for part in (*structs.OF_NATIVE, *structs.OF_DELTA)])
+@pytest.mark.parametrize("name", [part.__name__ for part in structs.STRUCTS])
 def test_a_library_with_another_struct_is_refused(name: str) -> None:
     """One field more, at the end of each struct in turn."""
-    for library, known in ((native.loaded()[0], structs.OF_NATIVE), (delta.loaded()[0], structs.OF_DELTA)):
-        require_layout(library, *known)
-        own = getattr(structs, name)
-        if own in known:
-            other = type(name, (ctypes.Structure,), {"_fields_": (*own._fields_, ("further", ctypes.c_int64))})
-            with pytest.raises(OtherLayout, match="lays out its structs in another way"):
-                require_layout(library, *(other if part is own else part for part in known))
+    library = native.loaded()[0]
+    require_layout(library, *structs.STRUCTS)
+    own = getattr(structs, name)
+    other = type(name, (ctypes.Structure,), {"_fields_": (*own._fields_, ("further", ctypes.c_int64))})
+    with pytest.raises(OtherLayout, match="lays out its structs in another way"):
+        require_layout(library, *(other if part is own else part for part in structs.STRUCTS))
 
 
 # ---- Layers, products and slots ----
@@ -90,14 +80,14 @@ def _pass(end: int = 3, seen: torch.Tensor | None = None, places: Any = (2,), fi
 
 def _layer() -> Any:
     layer: Any = fused.fused(built("grouped", 32)).module.model.layers[0]
-    return layer.native
+    return layer.alone
 
 
 def _run(**changes: Any) -> None:
     """A pass over one column of a layer, with some of its arguments changed."""
     given = {"hidden": torch.zeros(1, 1, 128), "keys": torch.zeros(1, 2, 8, 32), "values": torch.zeros(1, 2, 8, 32)}
     given |= {"around": _pass(), **changes}
-    _layer()(given["hidden"], given["keys"], given["values"], given["around"], given.get("beside"))
+    _layer().one(given["hidden"], given["keys"], given["values"], given["around"], given.get("beside"))
 
 
 def _norm() -> Any:
@@ -150,7 +140,7 @@ def eagle() -> Any:
 
 
 def mtp() -> Any:
-    target = build(HYBRID)
+    target = build(HYBRID, **WIDE)
     return _in_c(fused_head(random_mtp(target)), fused.fused(target).module)
 
 
@@ -191,16 +181,15 @@ def test_drafted_tokens_without_an_embedding_end_the_draft() -> None:
     assert tree.read() > 0 and tree.add() == 1
     assert tree.read() != tree.read()  # not a number
     steps, states, (stores, place, position), vocabulary = mtp()
-    steps.table = steps.table[0], 0
-    with pytest.raises(IndexError, match="has no embedding"):
-        steps.chain(states[:, 0], stores, place, position, 2)
+    steps.struct.rows = 0
+    assert steps.chain(states[:, 0], stores, place, position, 2)[1][0, 1].isnan()
 
 
 @pytest.mark.parametrize("made", ["eagle", "mtp"])
 def test_ids_of_32_bits(made: str) -> None:
     """As numpy, ONNX and tokenizers in C++ give them, and as transformers takes them. Sessions and several rows as well."""
     torch.manual_seed(0)
-    target = LlamaForCausalLM(LLAMA).eval() if made == "eagle" else build(HYBRID)
+    target = LlamaForCausalLM(LLAMA).eval() if made == "eagle" else build(HYBRID, **WIDE)
     draft = Eagle(trained_head(target, 1)) if made == "eagle" else MTP(random_mtp(target))
     model = AssistedModelForCausalLM.from_models(target, draft=draft, draft_length=3)
     ids = random_ids(target, 2, 12)
@@ -231,7 +220,7 @@ def test_weights_that_are_views(kind: str, view: str) -> None:
             return torch.stack([weight, weight], -1)[..., 0]
         return weight.t().contiguous().t() if weight.dim() == 2 else weight
 
-    target = build(HYBRID) if kind == "hybrid" else built("norms of heads", 16 if kind == "bfloat16" else 32)
+    target = build(HYBRID, **WIDE) if kind == "hybrid" else built("norms of heads", 16 if kind == "bfloat16" else 32)
     for parameter in target.parameters():
         parameter.data = viewed(parameter.data)
     model = AssistedModelForCausalLM.from_models(target, draft="ngram", draft_length=3)

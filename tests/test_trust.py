@@ -28,6 +28,7 @@ import transformers
 from architectures import ARCHITECTURES, RECURRENT, build, half_right, random_ids
 from covering import in_turns, only, over
 from pairs import BY_NAME, CALL, padded, tokenizer
+from test_fused import FAMILY
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -53,7 +54,7 @@ from assisted.fast.fused import fused
 
 OWN, FORWARD, PLAIN = "shortcuts", "own forward", "plain"
 LONG = CALL | {"max_new_tokens": 24}
-FUSED = {"llama", "mistral", "mistral-window", "qwen2", "qwen3", "qwen3_next", "qwen3_5"}  # whole
+FUSED = {*FAMILY, "qwen3_next", "qwen3_5"}  # whole
 HERE = sys.modules[__name__]
 SWITCH = False
 Change = Callable[[Any], Any]

@@ -12,7 +12,7 @@ import docs_drawings
 from assisted import AssistedModelForCausalLM
 
 PACKAGE = Path(assisted.__file__).parent
-CEILINGS = {"eager": (52, 2900), "auto": (62, 3750)}
+CEILINGS = {"eager": (52, 2900), "auto": (62, 3770)}
 """By `fast`: files, and lines of the functions entered in them, docstrings included. On a Zen 4 they are 50 and 2,760, 58 and
 3,470; other processors run other products. Lower them whenever the call allows."""
 

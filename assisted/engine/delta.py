@@ -106,8 +106,7 @@ class DeltaMixer(nn.Module):
         if columns is None:
             return self.of_text(hidden_states, cache_params, attention_mask, **kwargs)
         rows, (before, state) = len(hidden_states), cache_params.states_of(self.layer_idx)
-        projected = self.arrange(self.own, self.joined(hidden_states))
-        made, read = self.over_columns(projected, before[:rows], state[:rows], columns)
+        made, read = self.over_columns(self.joined(hidden_states), before[:rows], state[:rows], columns)
         cache_params.note(self.layer_idx, read)
         result: torch.Tensor = self.out(made)
         return result
@@ -120,13 +119,14 @@ class DeltaMixer(nn.Module):
         return mixed
 
     def over_columns(
-        self, projected: Projected, before: torch.Tensor, state: torch.Tensor, columns: Columns
+        self, made: torch.Tensor, before: torch.Tensor, state: torch.Tensor, columns: Columns
     ) -> tuple[torch.Tensor, Read]:
         """What lies between the projections: the input of the last one, [R, n, any], and what was read.
 
-        before: the state of the convolution, [R, C, K]. state: [R, H, dk, dv].
+        made: outputs of the first ones, [R, n, any], as `joined` gives them. before: the state of the convolution, [R, C, K].
+        state: [R, H, dk, dv].
         """
-        own, (of_conv, gate, strength, rate) = self.own, projected
+        own, (of_conv, gate, strength, rate) = self.own, self.arrange(self.own, made)
         inputs = torch.cat([before, of_conv.transpose(1, 2)], 2)
         read = self._convolved(inputs, columns)
         both, values = read.split([2 * own.key_dim, own.value_dim], 1)
@@ -136,7 +136,7 @@ class DeltaMixer(nn.Module):
             both = both.repeat_interleave(own.num_v_heads // own.num_k_heads, 2)
         beta = (strength.sigmoid() if self.strongest == 1 else strength.sigmoid() * self.strongest).float()
         decay = F.softplus(rate.float() + own.dt_bias) * own.A_log.float().exp().neg()
-        made, noted = delta_rule(
+        found, noted = delta_rule(
             both.permute(0, 2, 1, 4, 3).flatten(2, 3),
             values.unflatten(1, (-1, own.head_v_dim)).float().transpose(-1, -2),
             decay.transpose(1, 2),
@@ -144,8 +144,8 @@ class DeltaMixer(nn.Module):
             state,
             columns,
         )
-        made = self.norm(made.transpose(1, 2).to(gate.dtype), gate.unflatten(2, (-1, own.head_v_dim)))
-        return made.flatten(2), Read(inputs, *noted)
+        found = self.norm(found.transpose(1, 2).to(gate.dtype), gate.unflatten(2, (-1, own.head_v_dim)))
+        return found.flatten(2), Read(inputs, *noted)
 
     def _together(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.cat([module(hidden) for module in self.modules_in], -1)

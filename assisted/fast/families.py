@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..engine.delta import outputs_of
+from ..engine.libraries import attention_of
 from ..engine.traits import Traits
 from .norms import LAYER, RMS, RMS_PLUS_ONE, WIDE_RMS, Norm, NormKind
 
@@ -36,10 +37,13 @@ class Form:
         turns: whether a layer's attention has angles.
         pairs: neighbours turn together; otherwise numbers half a head apart do.
         angles_of_pairs: the rotary module gives the angles of pairs in their order; otherwise those of halves.
+        angles_once: it gives the angles of one half, which are those of the other one.
         turns_in_floats: numbers that have turned are rounded at the end alone.
         cap: the attribute of attention with the soft cap of its scores.
+        sinks: the attribute with a score for each query head that takes part in softmax and has no value.
         into, down: the linear modules of the MLP: gate and up, apart or joined, or one without a gate; and the last one.
         activation: its activation.
+        experts: how the class of an MLP with experts ends.
         plain: settings of the config with which layers compute something else.
         enter, finish: what the model's forward does to embeddings and logits, given the model.
     """
@@ -54,11 +58,14 @@ class Form:
     turns: Callable[[Any], bool] = lambda attention: True
     pairs: bool = False
     angles_of_pairs: bool = False
+    angles_once: bool = False
     turns_in_floats: bool = False
     cap: str = ""
+    sinks: str = ""
     into: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     activation: str = "act_fn"
+    experts: str = "SparseMoeBlock"
     plain: tuple[str, ...] = ()
     enter: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     finish: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -160,6 +167,7 @@ FORMS: dict[str, Form] = {
     "Ernie4_5": Form(pairs=True, turns_in_floats=True),
     "Arcee": Form(into=("up_proj",)),
     "Apertus": Form(norms=("attention_layernorm", None, "feedforward_layernorm", None), into=("up_proj",)),
+    "GptOss": Form(norm=WIDE_RMS, angles_once=True, sinks="sinks", experts="MLP"),
     "Starcoder2": Form(norm=LAYER, into=("c_fc",), down="c_proj", activation="act"),
     "StableLm": Form(norm=LAYER, beside=lambda layer: layer.use_parallel_residual, plain=("qk_layernorm",)),
     "Nemotron": Form(norm=NormKind("LayerNorm1P", centers=True, adds_one=True, rounds_weight=True), into=("up_proj",)),
@@ -263,10 +271,11 @@ class _Family:
             into = [getattr(mixer, name, None) for name in form.heads]
             mixes = self.are(mixer, "Attention") and None not in map(width_of, into)
             mixes = mixes and not any(getattr(mixer.config, name, None) for name in form.plain)
+            mixes = mixes and (not form.sinks or attention_of(mixer.config) == "eager")  # others take no sinks
             norms += form.of_heads(mixer)
         else:
             mixes = self.are(mixer, "GatedDeltaNet") and self.are(outputs_of(mixer)[0], "RMSNormGated")
             mixes = mixes and type(mixer.conv1d) is nn.Conv1d
-        whole = self.are(mlp, "SparseMoeBlock")
+        whole = self.are(mlp, form.experts)
         known = whole or (self.are(mlp, "MLP") and isinstance(getattr(mlp, form.activation, None), nn.Module))
         return mixes and known and all(map(self.is_norm, (norm for norm in norms if norm is not None)))

@@ -30,9 +30,9 @@ from ..engine.recurrent import slots_for, target_runner
 from ..engine.runner import CachedModel
 from ..engine.traits import Traits
 from ..engine.trust import Trust, trust
-from . import delta, fixed_width, native
+from . import fixed_width, native
 from .families import form_of, is_fusible, layers_of, path_of
-from .layers import FusedLayer, FusedMLP, fused_layer, is_float, of_mixer, of_mlp
+from .layers import FusedLayer, FusedMLP, fused_layer, of_mixer, of_mlp
 from .low_bit import LOW_BIT_DTYPE, LowBitLinear
 from .norms import Called
 from .products import (
@@ -110,9 +110,7 @@ def why_not_in_c(model: PreTrainedModel, in_low_bits: bool) -> str:
     dtype = LOW_BIT_DTYPE if in_low_bits else model.dtype
     if model.device.type != "cpu" or dtype not in native.DTYPES:
         return ""
-    layers = layers_of(model) if dtype == torch.float32 else None
-    is_delta = layers is not None and _is_hybrid(layers)
-    reason: str = (delta.loaded() if is_delta else native.loaded(dtype))[1]
+    reason: str = native.loaded(dtype)[1]
     if not reason or in_low_bits:
         return reason
     fits = (type(module) is nn.Linear and module.in_features % native.GROUP == 0 for module in model.modules())
@@ -184,7 +182,7 @@ def copy_bytes(model: PreTrainedModel, dtype: torch.dtype, memory: int | None = 
     wide: list[Any] = [module for module in model.modules() if PackedLinear.gains(module)]
     linear = wide if layers is None else [m for m in (*layers.modules(), model.lm_head) if type(m) is nn.Linear]
     fits = bool(linear) and all(module.in_features % native.GROUP == 0 for module in linear)
-    if fits and native.suffices_in_place(dtype) and not (layers is not None and _is_hybrid(layers)):
+    if fits and native.suffices_in_place(dtype):
         return 0
     if layers is None:
         return sum(size_of_copies([module.weight.shape], dtype) for module in wide)
@@ -230,9 +228,8 @@ class _Fusion:
         layers: Any = next((child for path, child in children.items() if path[-1] == "layers"), ())
         # those of a text model inside another one run through the forward of both
         whole = ("model", "layers") in children and all(isinstance(layer, FusedMLP) for layer in layers)
-        own: list[Any] = [layer for layer in layers if isinstance(layer, FusedLayer) and layer.native is not None]
+        own: list[Any] = [layer for layer in layers if isinstance(layer, FusedMLP) and layer.native is not None]
         in_c = bool(layers) and len(own) == len(layers) and all(layer.native.is_whole for layer in own)
-        in_floats = bool(layers) and all(isinstance(layer, FusedMLP) and layer.floats is not None for layer in layers)
         return PreparedModule(
             made,
             whole,
@@ -240,7 +237,7 @@ class _Fusion:
             copied,
             sum(low.nbytes for low in self.source.kept.tensors),
             runs=("layers in C" if in_c else "fused layers") if self.is_family else "packed products",
-            run_layers=layers_at_once if in_c or in_floats else one_by_one,
+            run_layers=layers_at_once if in_c else one_by_one,
             run_columns=model_at_once if in_c else through_all,
             enter=layers[0].form.enter if whole else None,
             finish=layers[0].form.finish if whole else None,
@@ -276,7 +273,7 @@ def _fusion(model: PreTrainedModel, trusted: Trust, read: Weights | None, bits: 
         modules, parameters = looked_over(layers, *norms, model.lm_head, *filter(None, [base.rotary_emb]))
         if any_touched(modules):
             return None
-        copied = may_copy(parameters) and (_is_hybrid(layers) or not suffice_in_place(modules))
+        copied = may_copy(parameters) and not suffice_in_place(modules)
         return _Fusion(
             layers,
             _source([*modules, base], parameters, copied, trusted, read),
@@ -334,19 +331,12 @@ def _is_hybrid(layers: Iterable[nn.Module]) -> bool:
 
 
 def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Children:
-    is_hybrid = _is_hybrid(layers)
-    if is_hybrid and copied and is_float(model.lm_head) and delta.loaded()[0] is not None:
-        head = Called(delta.FloatProduct([model.lm_head]))
-    else:
-        of_head = Product(
-            [model.lm_head], copied
-        )  # first: converting it takes as much again, which the layers use later
-        of_head.most = sys.maxsize  # it computes no prompts
-        head = Called(of_head)
+    of_head = Product([model.lm_head], copied)  # first: converting it takes as much again, which the layers use later
+    of_head.most = sys.maxsize  # it computes no prompts
     path, angles, form = path_of(model), None, form_of(layers[0])
     norm = model.get_submodule(".".join((*path, "norm")))
     children: _Children = {
-        ("lm_head",): head,
+        ("lm_head",): Called(of_head),
         (*path, "norm"): norm if is_touched(norm) else Called(form.norm_of(norm)),
     }
     if any("self_attn" in layer._modules and is_fusible(layer) for layer in layers):
@@ -354,7 +344,7 @@ def _fused_children(model: Any, layers: nn.ModuleList, copied: bool) -> _Childre
         angles = Angles(base.rotary_emb, base.config, model.dtype, form)
         children |= {(*path, "rotary_emb"): angles}
     shared = Shared(angles)
-    own = [fused_layer(layer, shared, copied, is_hybrid) for layer in layers]
+    own = [fused_layer(layer, shared, copied) for layer in layers]
     if isinstance(own[-1], FusedLayer):
         own[-1].is_last = True
     return {(*path, "layers"): nn.ModuleList(own), **children}

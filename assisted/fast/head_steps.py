@@ -1,6 +1,6 @@
-"""EAGLE-3 heads of one layer in C: steps over the columns of one row, and the token trees that grow from them. Operations of
-torch would take longer than the head. `HeadSteps` places the columns of a call, whichever head's they are. Knows tensors and
-the library of `native`; nothing of drafting."""
+"""Heads of one layer in C, of EAGLE-3 and MTP: steps over the columns of one row, and the token trees that grow from them.
+Operations of torch would take longer than the head. `HeadSteps` places the columns of a call. Knows tensors and the library of
+`native`; nothing of drafting."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import nn
 
 from ..engine.cache import SlotCache
 from ..engine.hooks import any_touched
-from . import delta, native
+from . import native
 from .layers import FusedLayer
-from .native import NativeLayer, NativeProduct
-from .structs import TREE_NODES, Head, Pass, Tree, offset, pointer, require
+from .native import NativeLayer, NativeNorm, NativeProduct
+from .structs import TREE_NODES, Head, Norm, Pass, Product, Tree, offset, pointer, require
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,19 @@ class Shape:
     ranks: int
 
 
-class EagleSteps:
+class NativeHead:
     """A head in C.
 
     Args:
-        layer: its layer, whose products of queries, keys and values take embedding and state together.
-        norms: weights of embedding, state and the end, [hidden], and their epsilons.
+        layer: its layer. Without `join`, its product of queries, keys and values takes embedding and state together.
+        norms: of embedding, of state and at the end; None for no norm.
         output: from states to logits.
         embeddings: of the target's tokens, [any, hidden].
         tokens: [Vd] int64, the target's tokens that can be drafted; None for all.
         vocabulary: Vd.
         angles: cosines and signed sines of all positions, [1, P, 1, head size].
         normed_residual, normed_output: as `EagleConfig.norm_before_residual` and `norm_output`.
+        join: from embedding and state, side by side, to what the layer reads.
         fuse: from features, the target's hidden states side by side, to states; None if `fuse` is not used.
         tap_norms: weights of the norm of each of these, none if they are not normed.
         tap_epsilon: of these norms.
@@ -60,7 +61,7 @@ class EagleSteps:
     def __init__(
         self,
         layer: NativeLayer,
-        norms: Sequence[tuple[torch.Tensor, float]],
+        norms: Sequence[NativeNorm | None],
         output: NativeProduct,
         embeddings: torch.Tensor,
         tokens: torch.Tensor | None,
@@ -68,25 +69,30 @@ class EagleSteps:
         angles: tuple[torch.Tensor, torch.Tensor],
         normed_residual: bool,
         normed_output: bool,
+        join: NativeProduct | None = None,
         fuse: NativeProduct | None = None,
         tap_norms: Sequence[torch.Tensor] = (),
         tap_epsilon: float = 0.0,
     ):
         self.layer, self.output, self.vocabulary = layer, output, vocabulary
-        weights, epsilons = zip(*norms, strict=True)
-        self.held = tuple(part.contiguous() for part in (embeddings, *weights)), tokens
+        self.held = embeddings.contiguous(), tokens, norms, join
         self.angles, self.positions = tuple(part.contiguous() for part in angles), angles[0].shape[1]
         self.rows, self.hidden = embeddings.shape
         self.dtype, self.library = layer.dtype, layer.library
-        sizes = self.rows * self.hidden, *[self.hidden] * 3
-        addresses = [pointer(part, self.dtype, size) for part, size in zip(self.held[0], sizes, strict=True)]
-        addresses.append(pointer(tokens, torch.int64, vocabulary))
-        flags = self.rows, vocabulary, normed_residual, normed_output
-        self.struct = Head(layer.struct, output.struct, *addresses, *flags, *epsilons, tap_epsilon)
+        self.sizes = layer.sizes[0], max(layer.sizes[1], 0 if join is None else join.inputs)
+        self.struct = Head(
+            *(layer.struct, output.struct, pointer(self.held[0], self.dtype, self.rows * self.hidden)),
+            *(Norm() if norm is None else norm.struct for norm in norms),
+            Product() if join is None else join.struct,
+            *(pointer(tokens, torch.int64, vocabulary), self.rows, vocabulary, normed_residual, normed_output),
+        )
         self.of_features, self.tap_norms = fuse, torch.cat([*tap_norms]) if tap_norms else None
         if fuse is not None:
             self.struct.fuse, self.struct.taps = fuse.struct, max(1, len(tap_norms))
-            self.struct.tap_norms = pointer(self.tap_norms, self.dtype, fuse.inputs)
+            self.struct.tap_norms, self.struct.tap_epsilon = (
+                pointer(self.tap_norms, self.dtype, fuse.inputs),
+                tap_epsilon,
+            )
         self.address = ctypes.addressof(self.struct)
         self.room = 0, 0  # columns and slots that there are buffers for
 
@@ -133,7 +139,8 @@ class EagleSteps:
     def chain(
         self, state: torch.Tensor, stores: Sequence[torch.Tensor], place: int, position: int, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `delta.TokenSteps.chain`, but with probabilities in place of logits."""
+        """The most probable tokens, one after the other. As `tree`. Returns `count` tokens, [1, count] int64, and their
+        probabilities. The last one is not read."""
         tree = self.tree(state, stores, place, position, Shape((count, 1, 1, count, count), (0.0,), (1.0,), (), 1))
         while not (broken := math.isnan(tree.read())) and tree.add():
             pass
@@ -163,18 +170,18 @@ class EagleSteps:
     def _make_room(self, width: int, capacity: int) -> None:
         self.room, self.places = (width, capacity), torch.arange(capacity)
         threads = torch.get_num_threads()
-        of_thread = native.of_thread(self.layer, width, capacity + 3 * native.TILE)
-        self.buffers = torch.empty(width * self.layer.sizes[0], dtype=self.dtype), torch.empty(threads * of_thread)
+        of_thread = native.of_thread(self.library, self.sizes[1], width, capacity + 3 * native.TILE)
+        self.buffers = torch.empty(width * self.sizes[0], dtype=self.dtype), torch.empty(threads * of_thread)
         self.columns = Pass(threads=threads, at_once=width, of_thread=of_thread)
         self.columns.buffer, self.columns.scratch = (part.data_ptr() for part in self.buffers)
 
 
 class TreeInC:
-    """A token tree of one row that grows level by level. See `EagleSteps.tree`."""
+    """A token tree of one row that grows level by level. See `NativeHead.tree`."""
 
     def __init__(
         self,
-        head: EagleSteps,
+        head: NativeHead,
         state: torch.Tensor,
         stores: Sequence[torch.Tensor],
         place: int,
@@ -261,12 +268,9 @@ NO_TABLE = "the target's input embedding is not a plain table of the head's dtyp
 
 
 class HeadSteps:
-    """The steps of a head in C, in one text of a call.
+    """The steps of a head in C, in one text of a call. layer: the fused one."""
 
-    layer: the fused one. steps: of tensors; those of EAGLE-3 heads grow trees and fuse features, too.
-    """
-
-    def __init__(self, layer: FusedLayer, steps: EagleSteps | delta.TokenSteps):
+    def __init__(self, layer: FusedLayer, steps: NativeHead):
         self.layer, self.steps, self.logits = layer, steps, steps.logits
 
     def __call__(self, ids: torch.Tensor, states: torch.Tensor, cache: SlotCache, first: int) -> torch.Tensor | None:
@@ -283,14 +287,12 @@ class HeadSteps:
 
     def tree(self, state: torch.Tensor, cache: SlotCache, first: int, shape: Shape) -> TreeInC | None:
         """As `HeadRunner.tree`."""
-        if not isinstance(self.steps, EagleSteps):
-            return None
         where = self._place(state[:, None], cache, first, shape.limits[-1])
         return None if where is None else self.steps.tree(state, *where, shape)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor | None:
         """As `Head.fuse`; None if that does not run in C."""
-        if isinstance(self.steps, EagleSteps) and self.steps.of_features is not None and self._fits(features, ()):
+        if self.steps.of_features is not None and self._fits(features, ()):
             return self.steps.fuse(features)
         return None
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation, XIELUActivation
 
 from ..engine.cache import SlotCache
-from ..engine.delta import DeltaMixer, inputs_of, outputs_of
+from ..engine.delta import inputs_of, outputs_of
 from ..engine.libraries import CACHE, attention_of
 from ..engine.parts import with_children
 from ..engine.states import ColumnCache
 from ..engine.sublayers import Path, Skippable
 from . import delta, native
 from .delta import NativeMixer
-from .families import LLAMA, form_of, is_fusible, width_of
+from .families import form_of, is_fusible, width_of
 from .fixed_width import FixedColumns
 from .norms import Called, GatedNorm, Norm, plus_product
 from .products import PackedLinear, Product, reads_in_place
@@ -35,38 +35,16 @@ _ACTIVATIONS: dict[type, int] = {
     GELUTanh: 1,
     GELUActivation: 2,
     ReLUSquaredActivation: 3,
+    XIELUActivation: 4,
 }
 """The classes of activations, and where `native.ACTIVATIONS` has them."""
 
 
-def fused_layer(layer: Any, shared: Shared, copied: bool, in_floats: bool = False) -> nn.Module:
-    """The faster form of a layer of a known family. copied: weights may be copied. in_floats: in C if it is of float32."""
+def fused_layer(layer: Any, shared: Shared, copied: bool) -> nn.Module:
+    """The faster form of a layer of a known family. copied: weights may be copied."""
     if not is_fusible(layer):
         return packed_inside(layer, copied)
-    # what runs in C has copies of its own
-    in_floats = in_floats and copied and _fits_floats(layer)
-    made: Any = (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied and not in_floats)
-    if in_floats:
-        products = [*of_mixer(layer), *of_mlp(layer)]
-        made.floats = made.of_floats(products, [norm.factor() for norm in (made.before_attention, made.before_mlp)])
-    return made
-
-
-def _fits_floats(layer: Any) -> bool:
-    """Whether a layer runs in C in float32 among those with the delta rule: if its form is Llama's but for the norms' kind."""
-    form = replace(form_of(layer), base=LLAMA.base, norm=LLAMA.norm)
-    products = [*of_mixer(layer), *of_mlp(layer)]
-    linear: list[Any] = [module for modules in products for module in modules]
-    biases = [{module.bias is None for module in modules} for modules in products]
-    return (
-        form == LLAMA
-        and len(products) == len(biases) == 4
-        and all(map(is_float, linear))
-        and all(len(kinds) == 1 for kinds in biases)
-        and isinstance(layer.mlp.act_fn, nn.SiLU | SiLUActivation)
-        and {part.dtype for part in layer.parameters()} == {torch.float32}
-        and delta.loaded()[0] is not None
-    )
+    return (FusedLayer if "self_attn" in layer._modules else DeltaLayer)(layer, shared, copied)
 
 
 def activation_in_c(activation: Any) -> int | None:
@@ -77,9 +55,12 @@ def activation_in_c(activation: Any) -> int | None:
     return None if in_python else _ACTIVATIONS.get(type(activation))
 
 
-def is_float(module: Any) -> bool:
-    """Whether a module is a plain product in float32."""
-    return type(module) is nn.Linear and module.weight.dtype == torch.float32
+def learned_by(activation: Any) -> list[torch.Tensor]:
+    """The numbers of `native.Shape.learned`, in the dtype that an activation has them in; none if it has learned nothing."""
+    if type(activation) is not XIELUActivation:
+        return []
+    above, below, beta = (part.detach() for part in (activation.alpha_p, activation.alpha_n, activation.beta))
+    return [F.softplus(above), beta + F.softplus(below), beta, activation.eps.detach()]
 
 
 class FusedMLP(Skippable):
@@ -89,7 +70,7 @@ class FusedMLP(Skippable):
     """
 
     whole_mlp: Callable[[torch.Tensor], Any] | None = None  # one that is not fused
-    floats: delta.FloatLayer | None = None  # the layer in C, of float32
+    learned: Sequence[torch.Tensor] = ()  # by the activation of one that is
 
     def __init__(self, layer: Any, copied: bool, in_8_bits: bool = False):
         super().__init__()
@@ -101,6 +82,7 @@ class FusedMLP(Skippable):
         if parts := form.of_mlp(layer):
             own = getattr(layer.mlp, form.activation)
             self.activation, self.activation_in_c = own.forward, activation_in_c(own)
+            self.learned = learned_by(own)
             self.gate_up, self.down = [Product(modules, copied, in_8_bits) for modules in parts]
         else:
             self.whole_mlp = packed_inside(layer.mlp, copied).forward
@@ -136,6 +118,42 @@ class FusedMLP(Skippable):
         """What attention reads, [B, n, D]."""
         return hidden_states if self.before_attention is None else self.before_attention(hidden_states)
 
+    def _in_c(
+        self,
+        of_mixer: list[Product],
+        shape: native.Shape,
+        of_heads: Sequence[Norm | None] = (None, None),
+        sinks: Sequence[torch.Tensor] = (),
+        rule: native.Rule | None = None,
+    ) -> native.NativeLayer | None:
+        """The layer in C; None if it has not the shapes or the dtype for that. shape: of its mixer. of_heads: the norms of
+        queries and keys. sinks: one tensor, or none."""
+        is_whole = self.whole_mlp is None
+        products = [*of_mixer, *([self.gate_up, self.down] if is_whole else [])]
+        found = [product.native for product in products if product.native is not None]
+        if len(found) < len(products) or len({product.dtype for product in found}) > 1:
+            return None
+        # what follows the first product does not read the outputs that it is filled up with
+        exact = all(p.outputs == n.outputs for p, n in zip(products[1:], found[1:], strict=True))
+        if not exact or found[0].inputs % native.GROUP or (is_whole and self.activation_in_c is None):
+            return None
+        if any(part.dtype != found[0].dtype for part in (*self.learned, *sinks)):
+            return None
+        of_mlp = [self.before_mlp, self.after_mlp] if is_whole else [None, None]
+        norms = [self.before_attention, self.after_attention, *of_mlp, *of_heads]
+        made = [None if norm is None else norm.in_c(found[0].dtype) for norm in norms]
+        if any(norm is not None and one is None for norm, one in zip(norms, made, strict=True)):
+            return None
+        shape = replace(
+            shape,
+            beside=self.is_beside,
+            activation=(self.activation_in_c or 0) if is_whole else 0,
+            is_gated=self.form.is_gated,
+            multiplier=1.0 if self.multiplier is None else self.multiplier,
+            learned=tuple(map(float, self.learned)),
+        )
+        return native.NativeLayer(found, made, shape, sinks[0] if sinks else None, rule)
+
     def _attention_alone(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError
 
@@ -149,21 +167,19 @@ class DeltaLayer(FusedMLP):
     def __init__(self, layer: Any, shared: Shared, copied: bool):
         super().__init__(layer, copied)
         own = layer.linear_attn
-        (inputs, out), norm = of_mixer(layer), outputs_of(own)[0]
-        in_c = own.conv1d.weight.dtype in (torch.float32, torch.bfloat16) and delta.loaded()[0] is not None
-        kind = NativeMixer if in_c else DeltaMixer
-        self.linear_attn = kind(own, Product(inputs, copied), GatedNorm(norm), Product(out, copied))
-        self.mix = self.linear_attn.forward
-
-    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
-        """The layer in C. products, norms: see `FloatLayer`."""
-        assert isinstance(self.linear_attn, NativeMixer)
-        return delta.delta_layer(products, norms, self.linear_attn)
+        products = [Product(modules, copied) for modules in of_mixer(layer)]
+        self.linear_attn = NativeMixer(own, products[0], GatedNorm(outputs_of(own)[0]), products[1])
+        self.mix, rule = self.linear_attn.forward, self.linear_attn.rule
+        if rule is not None and products[0].order is not None:
+            rule = delta.rule_of(self.linear_attn, products[0].order)
+        self.native = None if rule is None else self._in_c(products, native.Shape(), rule=rule)
+        if self.native is not None and self.native.dtype != own.conv1d.weight.dtype:
+            self.native = None
+        self.alone = None if self.native is None else native.NativeLayers([self.native])
 
     def stores(self, cache: Any) -> Sequence[torch.Tensor] | None:
         """The states for a pass over columns; None for others."""
-        columns = getattr(cache, "columns", None)
-        if columns is None or columns.width * self.linear_attn.own.head_v_dim > delta.MOST:
+        if getattr(cache, "columns", None) is None:
             return None
         found: list[torch.Tensor] = cache.states_of(self.linear_attn.layer_idx)
         return found if len(found) == 2 and found[0].shape[-1] == self.linear_attn.own.conv1d.weight.shape[-1] else None
@@ -173,23 +189,26 @@ class DeltaLayer(FusedMLP):
         `CACHE`. Returns [B, n, D]."""
         cache: Any = kwargs.get(CACHE)
         attention_mask = None if isinstance(attention_mask, dict) else attention_mask  # of a pass over columns
-        if self.floats is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
-            made, read = delta.run([self.floats], hidden_states, stores, None, cache.columns)
+        found = None
+        if self.alone is not None and (stores := self.stores(cache)) and delta.fits(hidden_states, stores):
+            made, read = delta.run(self.alone, hidden_states, stores, {}, cache.columns)
             cache.note_together(read)
-            return made[0]
-        found = self._of_text(hidden_states, cache) if attention_mask is None else None
-        if found is not None:
-            return found
-        return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+            found = made[0]
+        elif attention_mask is None:
+            found = self._of_text(hidden_states, cache)
+        if found is None:
+            return self.transform(self._attention_alone(hidden_states, attention_mask, **kwargs))
+        return found if self.whole_mlp is None else self.transform(found)
 
     def _of_text(self, hidden: torch.Tensor, cache: Any) -> torch.Tensor | None:
-        """`forward` of a short prompt in C; None where that is not possible."""
-        mixer: Any = self.linear_attn
-        if self.floats is None or cache is None or not delta.fits(hidden, ()):
+        """The layer in C over a short prompt; None where that is not possible."""
+        mixer, own, width = self.linear_attn, self.alone, hidden.shape[:-1].numel()
+        if own is None or cache is None or getattr(cache, "columns", None) is not None:
             return None
-        if (states := mixer.states_for(hidden, cache)) is None:
+        states = mixer.states_for(hidden, cache)
+        if states is None or width > own.layers[0].most or not delta.fits(hidden, states):
             return None
-        made = delta.read_text(self.floats, hidden, states, None)
+        made = own.one(hidden.contiguous(), *states, native.NativePass.without_slots(*hidden.shape[:-1]), None)
         mixer.keep(cache, *states)
         return made
 
@@ -213,6 +232,8 @@ class FusedLayer(FusedMLP):
         self.head_size: int = attention.head_dim
         self.scaling: float = attention.scaling
         self.is_eager = attention_of(attention.config) == "eager"
+        # in a list, because it is the model's parameter
+        self.sinks: list[torch.Tensor] = [getattr(attention, form.sinks)] if form.sinks else []
         self.cap: float | None = getattr(attention, form.cap) if form.cap else None
         self.turns = form.turns(attention)
         into, group = form.of_mixer(layer)[0], attention.num_key_value_groups
@@ -230,15 +251,8 @@ class FusedLayer(FusedMLP):
             self.ungated = torch.cat([torch.arange(0, 2 * self.query_heads, 2), ends]).to(
                 next(layer.parameters()).device
             )
-        self.native = self._native() if self.ungated is None else None
-
-    def of_floats(self, products: list[list[Any]], norms: list[tuple[torch.Tensor, float]]) -> delta.FloatLayer:
-        """The layer in C. products, norms: see `FloatLayer`."""
-        of_heads = [norm.factor() for norm in (self.query_norm, self.key_norm) if norm is not None]
-        turn, size = self.shared.turn, self.head_size
-        turned = size if turn is None else int((turn != torch.arange(size)).sum())
-        sizes = self.query_heads, self.key_heads, size
-        return delta.attention_layer(products, norms, of_heads, sizes, turned, self.ungated is not None, self.scaling)
+        self.native = self._native()
+        self.alone = None if self.native is None else native.NativeLayers([self.native])
 
     def stores(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values for a pass over columns; None for others."""
@@ -246,17 +260,7 @@ class FusedLayer(FusedMLP):
 
     def _native(self) -> native.NativeLayer | None:
         """The layer in C, up to an MLP that is not fused; None if it has not the shapes or the dtype for that."""
-        products = [self.heads, self.output] + ([self.gate_up, self.down] if self.whole_mlp is None else [])
-        found = [product.native for product in products if product.native is not None]
-        fits = len(found) == len(products) and all(p.outputs == n.outputs for p, n in zip(products, found, strict=True))
-        fits = fits and len({product.dtype for product in found}) == 1 and found[0].inputs % native.GROUP == 0
-        fits = fits and self.head_size % 32 == 0 and self.head_size <= native.WIDEST
-        if not fits or (self.whole_mlp is None and self.activation_in_c is None) or (self.cap and not self.is_eager):
-            return None
-        of_mlp = [self.before_mlp, self.after_mlp] if self.whole_mlp is None else [None, None]
-        norms = [self.before_attention, self.after_attention, *of_mlp, self.query_norm, self.key_norm]
-        made = [None if norm is None else norm.in_c(found[0].dtype) for norm in norms]
-        if any(norm is not None and one is None for norm, one in zip(norms, made, strict=True)):
+        if self.head_size % 32 or self.head_size > native.WIDEST or (self.cap and not self.is_eager):
             return None
         form, shared = self.form, self.shared
         shape = native.Shape(
@@ -264,15 +268,12 @@ class FusedLayer(FusedMLP):
             turned=shared.turned if self.turns else 0,
             turning=1 + form.pairs + 4 * form.turns_in_floats,
             norms_turned=form.norms_turned,
+            has_gates=self.ungated is not None,
             is_eager=self.is_eager,
             cap=self.cap or 0.0,
-            beside=self.is_beside,
-            activation=0 if self.whole_mlp is not None else self.activation_in_c or 0,
-            is_gated=form.is_gated,
-            multiplier=1.0 if self.multiplier is None else self.multiplier,
             kind=self.kind,
         )
-        return native.NativeLayer(found, made, shape)
+        return self._in_c([self.heads, self.output], shape, (self.query_norm, self.key_norm), self.sinks)
 
     def forward(
         self,
@@ -308,13 +309,7 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache: Any = kwargs.get(CACHE)
-        if self.floats is not None and delta.fits(hidden_states, ()):
-            stores = self.stores(cache) or self.slots_to_read(hidden_states, attention_mask, cache)
-            if stores is not None and delta.fits(hidden_states, stores):
-                around = self.shared.around(hidden_states, attention_mask, position_embeddings, cache, self.index)
-                made = delta.read_text(self.floats, hidden_states, stores, around)
-                return made[:, -1:] if last_only and self.is_last else made
-        if self.native is None or hidden_states.dtype != self.native.dtype:
+        if self.native is None or self.alone is None or hidden_states.dtype != self.native.dtype:
             return None
         slots = slots_of_layer(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
@@ -322,12 +317,12 @@ class FusedLayer(FusedMLP):
         hidden, mask, angles = hidden_states.contiguous(), attention_mask, position_embeddings
         around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
         if last_only and self.is_last:
-            native.NativeLayers([self.native]).run(hidden, slots, {self.kind: around}, beside)
+            self.alone.run(hidden, slots, {self.kind: around}, beside)
             hidden, mask = hidden[:, -1:].contiguous(), None if mask is None else mask[:, :, -1:]
             beside = None if beside is None else beside[:, -1:].contiguous()
             angles = angles[0][:, -1:], angles[1][:, -1:]
             around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
-        made = self.native(hidden, *slots, around, beside)
+        made = self.alone.one(hidden, *slots, around, beside)
         if self.native.is_whole:
             return made
         # what the MLP reads beside attention is gone
@@ -391,7 +386,7 @@ class FusedLayer(FusedMLP):
             attention_mask = None if attention_mask is None else attention_mask[:, :, -1:]
         causal, group = attention_mask is None and width > 1, self.query_heads // self.key_heads
         if self.is_eager:
-            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap)
+            seen = _eagerly(query, key, value, attention_mask, self.scaling, self.cap, *self.sinks)
             return self._output(hidden_states, seen.transpose(1, 2))
         # on a CPU, sdpa reads the keys once per query head, so the heads of a group are joined into one
         together = group if query.device.type == "cpu" and not causal else 1
@@ -445,8 +440,10 @@ def _eagerly(
     mask: torch.Tensor | None,
     scaling: float,
     cap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added."""
+    """Attention with the operations of transformers' eager one. query: [B, H, n, D]. key, value: [B, G, m, D]. mask: added.
+    sinks: [H], see `Form`."""
     group = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(group, 1) if group > 1 else part for part in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -454,6 +451,10 @@ def _eagerly(
         scores = torch.tanh(scores / cap) * cap
     if mask is not None:
         scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return torch.matmul(F.softmax(scores, dim=-1, dtype=scores.dtype)[..., :-1].to(value.dtype), value)
     return torch.matmul(F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype), value)
 
 

@@ -205,7 +205,8 @@ class CardLinear(LowBitLinear):
 @torch.inference_mode(False)
 @torch.no_grad()
 def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
-    """Modules with the same inputs as a single one, with their outputs one after the other; None if they cannot be joined.
+    """Modules with the same inputs as a single one, with their outputs one after the other; None if they cannot be joined. In
+    the layout of `native`, each module's outputs are filled up.
 
     No weight is held twice: the modules then keep views of the joined weights. Only scales and biases are copied; `fused` reads
     them at every call, which would wait for an accelerator.
@@ -218,7 +219,8 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     biases = [module.bias.detach() for module in low if module.bias is not None]
     if biases and not (low[0].adds_bias and len(biases) == len(low)):
         return None
-    if any(module.out_features % module._multiples[2] for module in low):
+    more = [-module.out_features % module._multiples[2] for module in low]
+    if any(more) and not isinstance(low[0], NativeLinear):
         return None
     if not all(module.packed.is_cpu for module in low):
         return None
@@ -228,9 +230,14 @@ def joined(modules: Sequence[nn.Module]) -> LowBitLinear | None:
     packed = _together(parts) if packed is None else packed
     for module, own in zip(low, packed.split([len(module.packed) for module in low]), strict=True):
         module.packed = own
-    scales = torch.cat([module.scales for module in low], 1 if low[0].scales.dim() == 3 else 0)
+    own_scales = [module.scales for module in low]
+    if any(more):
+        biases = [F.pad(own, (0, count)) for own, count in zip(biases, more, strict=False)]
+        own_scales = [F.pad(own, (0, count if len(own) else 0)) for own, count in zip(own_scales, more, strict=True)]
+    scales = torch.cat(own_scales, 1 if low[0].scales.dim() == 3 else 0)
     bias: Any = torch.cat(biases) if biases else None
-    whole = type(low[0])(packed, scales, bias, inputs, sum(module.out_features for module in low), bits)
+    outputs = sum(module.out_features for module in low) + sum(more)
+    whole = type(low[0])(packed, scales, bias, inputs, outputs, bits)
     whole.input_bits = low[0].input_bits
     return whole
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 
 from ..core import acceptance
 from . import variants
-from .structs import OF_NATIVE, End, Layer, Norm, Pass, Product, pointer, pointers, require, require_layout
+from .structs import STRUCTS, End, Layer, Norm, Pass, Product, pointer, pointers, require, require_layout
 
 VARIABLE = "ASSISTED_KERNELS"
 """The environment variable with the folder that keeps the compiled library; "0": compile nothing. By default, a folder in the
@@ -137,8 +137,9 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
         key=lambda names: "avx512_bf16" in names and "amx_tile" not in names and DIRECT not in known_of_processor()
     )
     for names in fitting:
-        library, reason = prebuilt_or_compiled(variants.of_native(names, is_arm, dtype == torch.float32))
-        if library is None or ("amx_tile" in names and not library.may_use_tiles()):
+        variant = variants.of_native(names, is_arm, dtype == torch.float32)
+        library, reason = prebuilt_or_compiled(variant)
+        if library is None or ("amx_tile" in variant.needs and not library.may_use_tiles()):
             continue  # an old compiler, or a system that grants no tiles
         ready[dtype] = declared(library)
         return ready[dtype], ""
@@ -147,14 +148,16 @@ def loaded(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, str]:
 
 def declared(library: Any) -> Any:
     """The library, with the types of its functions. Raises OtherLayout if its structs are others."""
-    require_layout(library, *OF_NATIVE)
+    require_layout(library, *STRUCTS)
     library.of_group = c_int64.in_dll(library, "most_of_group").value
     library.fetches = c_int64.in_dll(library, "fetches")
     suffice, known = c_int64.in_dll(library, "rows_suffice").value, known_of_processor()
     library.rows_suffice = suffice == _ALWAYS or (suffice == _IF_LISTED and IN_PLACE in known)
     library.fetches.value |= FETCHES in known
     library.multiply.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, ctypes.c_int]
-    library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 4, c_int64, *[c_void_p] * 3]
+    library.layers.argtypes = [c_void_p, c_int64, *[c_void_p] * 5, c_int64, *[c_void_p] * 3]
+    library.mix.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2, c_int64, *[c_void_p] * 4, ctypes.c_int]
+    library.advance.argtypes = [c_void_p, *[c_int64] * 3, *[c_void_p] * 4, ctypes.c_int]
     library.highest.argtypes = [c_void_p, *[c_int64] * 3, c_void_p]
     library.list_slots.argtypes = [c_void_p, *[c_int64] * 2, *[c_void_p] * 2]
     library.move.argtypes = [c_void_p, c_int64, c_void_p, *[c_int64] * 5]
@@ -164,7 +167,17 @@ def declared(library: Any) -> Any:
     library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
     library.fuse_features.argtypes = library.logits_of_head.argtypes
     library.hash_parts.argtypes = [c_void_p, *[c_int64] * 2, c_void_p, ctypes.c_int]
-    for name in ("multiply", "list_slots", "highest", "norms", "logits_of_head", "fuse_features", "hash_parts"):
+    for name in (
+        "multiply",
+        "list_slots",
+        "highest",
+        "norms",
+        "logits_of_head",
+        "fuse_features",
+        "hash_parts",
+        "mix",
+        "advance",
+    ):
         getattr(library, name).restype = None
     for name in ("layers", "move", "step_of_head", "add_level"):
         getattr(library, name).restype = c_int64
@@ -505,20 +518,23 @@ class Shape:
         turned: numbers of a head that turn, 0 for none, `turning` says how: 1 by halves, 2 by pairs; and 4 if they are rounded
             at the end alone.
         norms_turned: queries and keys are normed after they have turned.
+        has_gates: each query head has a gate after it.
         is_eager: scores are rounded as transformers' eager attention rounds them.
         cap: the soft cap of scores, 0 for none.
         beside: the MLP reads what attention reads.
         activation: the index in `ACTIVATIONS`. is_gated: it is multiplied by half of the first product's outputs.
         multiplier: of what is added to the residual stream.
         kind: of its masks and angles, None where all layers of a model share them.
+        learned: of xIELU, its factors for positive and for negative numbers, beta and epsilon.
     """
 
-    key_heads: int
-    head_size: int
-    scaling: float
+    key_heads: int = 0
+    head_size: int = 1
+    scaling: float = 1.0
     turned: int = 0
     turning: int = 0
     norms_turned: bool = False
+    has_gates: bool = False
     is_eager: bool = False
     cap: float = 0.0
     beside: bool = False
@@ -526,56 +542,80 @@ class Shape:
     is_gated: bool = True
     multiplier: float = 1.0
     kind: str | None = None
+    learned: tuple[float, ...] = ()
 
 
-ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2"
+ACTIVATIONS = "silu", "gelu_tanh", "gelu", "relu2", "xielu"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The gated delta rule of a layer, as C takes it. held: the tensors that the struct points to."""
+
+    struct: Any
+    held: tuple[torch.Tensor | None, ...]
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        own = self.struct
+        channels: int = 2 * own.key_heads * own.dk + own.heads * own.dv
+        return channels
 
 
 class NativeLayer:
-    """A layer of products and norms, all of one dtype.
+    """A layer of products and norms, all of one dtype, with attention or the gated delta rule.
 
     Args:
-        products: of queries, keys and values together; of the attention's output; of gate and up together; of down. Without the
-            last two, the layer ends after attention.
-        norms: before and after attention, before and after the MLP, of queries and of keys; None for no norm.
+        products: for the mixer's input (of queries, keys and values together); of its output; of gate and up together; of down.
+            Without the last two, the layer ends after its mixer.
+        norms: before and after the mixer, before and after the MLP, of queries and of keys; None for no norm.
         shape: what else it computes.
+        sinks: [query heads], scores that take part in softmax and have no value; None for none.
+        rule: of layers without attention.
     """
 
-    def __init__(self, products: Sequence[NativeProduct], norms: Sequence[NativeNorm | None], shape: Shape):
+    def __init__(
+        self,
+        products: Sequence[NativeProduct],
+        norms: Sequence[NativeNorm | None],
+        shape: Shape,
+        sinks: torch.Tensor | None = None,
+        rule: Rule | None = None,
+    ):
         heads, output, *mlp = self.products = products
-        self.norms, self.kind, self.is_whole = norms, shape.kind, len(mlp) > 0
+        self.norms, self.kind, self.is_whole, self.rule = norms, shape.kind, len(mlp) > 0, rule
         self.dtype, self.library = heads.dtype, heads.library
+        self.sinks = None if sinks is None else sinks.detach().contiguous()
         limited = self.dtype == torch.float32 or any(product.most < MOST for product in products)
         self.most = min(product.most for product in products) if limited else sys.maxsize
         """The most columns of a prompt for which this is the fastest layer."""
         hidden, inner = output.outputs, mlp[1].inputs if mlp else 0
         # of the buffer for a column, and the widest input
-        self.sizes = 3 * hidden + heads.outputs + output.inputs + 3 * inner, max(heads.inputs, inner, output.inputs)
+        numbers = 3 * hidden + heads.outputs + (1 + shape.has_gates) * output.inputs + 3 * inner
+        self.sizes = numbers, max(heads.inputs, inner, output.inputs)
         structs = [product.struct for product in products] + [Product()] * (4 - len(products))
         self.struct = Layer(
             *structs,
             *(Norm() if norm is None else norm.struct for norm in norms),
             *(hidden, inner, output.inputs // shape.head_size, shape.key_heads, shape.head_size),
             *(shape.turned, shape.turning, shape.norms_turned, shape.is_eager, shape.beside),
-            *(shape.activation, shape.is_gated, shape.scaling, shape.cap),
+            *(shape.activation, shape.is_gated, shape.has_gates, shape.scaling, shape.cap),
+            pointer(self.sinks, self.dtype, output.inputs // shape.head_size),
+            *shape.learned,
         )
+        if rule is not None:
+            self.struct.delta = rule.struct
         for product in (self.struct.output, self.struct.down):
             product.multiplier = shape.multiplier
 
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        around: NativePass,
-        beside: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[R, n, hidden] -> [R, n, hidden], all contiguous. keys, values: [R or more, key heads, slots, head size], where the
-        columns' own are written. beside: [R, n, any], what queries, keys and values are computed from, if that is not the
-        norm of `hidden`."""
-        made = torch.empty_like(hidden)
-        NativeLayers([self]).run(hidden, [keys, values], {self.kind: around}, beside, made)
-        return made
+    def of_stores(self, rows: int, capacity: int) -> list[tuple[torch.dtype, int]]:
+        """Dtype and count of its keys and its values, with so many slots; or of its two states."""
+        own, rule = self.struct, self.rule
+        if rule is None:
+            return [(self.dtype, rows * own.key_heads * capacity * own.head_size)] * 2
+        of_states = rows * rule.struct.heads * rule.struct.dk * rule.struct.dv
+        return [(self.dtype, rows * rule.channels * rule.struct.size), (torch.float32, of_states)]
 
 
 class NativeLayers:
@@ -593,35 +633,62 @@ class NativeLayers:
         output: NativeProduct | None = None,
     ):
         self.layers, self.output, self.norm = layers, output, norm
+        self.dtype, self.library = layers[0].dtype, layers[0].library
+        buffer, widest = map(max, zip(*(layer.sizes for layer in layers), strict=True))
+        self.sizes: tuple[int, int] = buffer, widest
         self.end = None if output is None or norm is None else End(output.struct, norm.struct)
         self.addresses = (c_void_p * len(layers))(*(ctypes.addressof(layer.struct) for layer in layers))
+        self.attends = [2 * at for at, layer in enumerate(layers) if layer.rule is None]  # where their keys are
+        self.made_for: tuple[int, int] | None = None
+
+    def places(self, stores: Sequence[torch.Tensor], rows: int) -> tuple[Any, int]:
+        """The addresses of two tensors of each layer: keys and values, or states; and the slots of a head."""
+        capacity = stores[self.attends[0]].shape[2] if self.attends else 0
+        if self.made_for != (rows, capacity):
+            parts = [part for layer in self.layers for part in layer.of_stores(rows, capacity)]
+            self.made_for, self.of_stores = (rows, capacity), tuple(zip(*parts, strict=True))
+        return pointers(stores, *self.of_stores), capacity
+
+    def one(
+        self,
+        hidden: torch.Tensor,
+        one: torch.Tensor,
+        two: torch.Tensor,
+        around: NativePass,
+        beside: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`run` of a single layer, [R, n, hidden] -> [R, n, hidden], all contiguous. one, two: keys and values, or states."""
+        made = torch.empty_like(hidden)
+        self.run(hidden, [one, two], {self.layers[0].kind: around}, beside, made)
+        return made
 
     def run(
         self,
         hidden: torch.Tensor,
-        slots: Sequence[torch.Tensor],
+        stores: Sequence[torch.Tensor],
         around: Mapping[str | None, NativePass],
         beside: torch.Tensor | None = None,
         made: torch.Tensor | None = None,
         logits: torch.Tensor | None = None,
+        notes: Any = None,
     ) -> None:
-        """slots: keys and values of each. around: the same pass for each kind of layer. beside: of the first one. made: gets
-        the outputs, [layers, R, n, hidden]; None, for a single layer, if only its keys and values are needed. logits: gets
-        those of a whole model, [R, n, outputs]."""
-        first, each, dtype = self.layers[0], self.addresses, self.layers[0].dtype
-        own = around[first.kind]
-        columns, size, capacity = own.columns, first.struct.hidden, slots[0].shape[2]
-        of_slots = own.rows * first.struct.key_heads * capacity * first.struct.head_size
-        places = pointers(slots, dtype, [of_slots] * len(slots))
+        """stores: keys and values of each, or its states. around: the same pass for each kind of layer. beside: of the first
+        one. made: gets the outputs, [layers, R, n, hidden]; None, for a single layer, if only its keys and values are needed.
+        logits: gets those of a whole model, [R, n, outputs]. notes: an array of addresses for what layers with the delta rule
+        read, four for each layer; None if their states become those after the columns."""
+        first, each, dtype, own = self.layers[0], self.addresses, self.dtype, next(iter(around.values()))
+        columns, size = own.columns, first.struct.hidden
+        places, capacity = self.places(stores, own.rows)
         read = pointer(beside, dtype, columns * first.products[0].inputs)
-        given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), capacity
+        given = pointer(hidden, dtype, columns * size), read, ctypes.addressof(places), notes, capacity
         end = None if logits is None or self.end is None else ctypes.addressof(self.end)
         found = pointer(made, dtype, len(each) * columns * size)
         last = None if self.output is None else pointer(logits, dtype, columns * self.output.outputs)
-        addresses = {kind: part.buffer(first, capacity) for kind, part in around.items()}
-        passes = (c_void_p * len(each))(*(addresses[layer.kind] for layer in self.layers))
+        addresses = {kind: part.buffer(self, capacity) for kind, part in around.items()}
+        of_any = addresses[next(iter(around))]  # those of the delta rule have no kind
+        passes = (c_void_p * len(each))(*(addresses.get(layer.kind, of_any) for layer in self.layers))
         require(
-            first.library.layers(ctypes.addressof(each), len(each), ctypes.addressof(passes), *given, found, end, last)
+            self.library.layers(ctypes.addressof(each), len(each), ctypes.addressof(passes), *given, found, end, last)
         )
 
 
@@ -643,7 +710,7 @@ def move(stores: Sequence[torch.Tensor], moves: torch.Tensor) -> bool:
     library = ready.get(first.dtype)
     if library is None or len(sizes) > 1 or not all(store.is_cpu and store.is_contiguous() for store in stores):
         return False
-    places = pointers(stores, first.dtype, [first.numel()] * len(stores))
+    places = pointers(stores, [first.dtype] * len(stores), [first.numel()] * len(stores))
     shape = *first.shape[:3], first.shape[3] * first.itemsize
     given = pointer(moves, torch.int64, 3 * moves.shape[1]), moves.shape[1]
     require(library.move(ctypes.addressof(places), len(stores), *given, *shape))
@@ -682,32 +749,46 @@ class NativePass:
         angles = (part.expand(-1, width, -1, -1).contiguous() for part in (cos, sin))  # a tree's level has one position
         self.held = *angles, places.expand(rows, -1).contiguous(), *lists
         self.most = end - first + 2 * TILE + 1  # a query's weights, rounded up, from the start of a line on
-        self.made_for: NativeLayer | None = None
         turned = len(cos) * width * cos.shape[-1]
         of_angles = [pointer(part, cos.dtype, turned) for part in self.held[:2]]
         of_lists = [pointer(part, torch.int64, 0) for part in lists] or (None, None)
         of_places = pointer(self.held[2], torch.int64, self.columns)
-        self.struct = Pass(rows, width, *of_angles, len(cos), of_places, first, *of_lists)
-        self.struct.threads, self.struct.at_once = torch.get_num_threads(), min(rows * width, AT_ONCE)
+        self._begin(Pass(rows, width, None, *of_angles, len(cos), of_places, first, *of_lists))
+
+    @classmethod
+    def without_slots(cls, rows: int, width: int) -> NativePass:
+        """A pass of layers without attention."""
+        made = cls.__new__(cls)
+        made.rows, made.columns, made.end, made.most = rows, rows * width, 0, 1
+        made._begin(Pass(rows, width))
+        return made
+
+    def _begin(self, struct: Any) -> None:
+        struct.threads, struct.at_once = torch.get_num_threads(), min(self.columns, AT_ONCE)
+        self.struct, self.made_for = struct, (0, 0)
+
+    def follow(self, parents: torch.Tensor | None) -> None:
+        """Let the columns be those of a token tree, for layers with the delta rule. parents: [R, n - 1] int64, or None."""
+        self.parents = None if parents is None or self.struct.width == 1 else parents.contiguous()
+        self.struct.parents = pointer(self.parents, torch.int64, self.rows * (self.struct.width - 1))
 
     def require_room(self, capacity: int) -> None:
         """Raise IndexError if columns may see slots that are not there."""
         if self.end > capacity:
             raise IndexError(f"columns of a pass see {self.end} slots, and there are {capacity}")
 
-    def buffer(self, layer: NativeLayer, capacity: int) -> int:
-        """The address of the pass with buffers that suffice for a layer. capacity: slots of each head."""
+    def buffer(self, layers: NativeLayers, capacity: int) -> int:
+        """The address of the pass with buffers that suffice for layers. capacity: slots of each head."""
         self.require_room(capacity)
-        like = self.made_for
-        if like is None or like.sizes != layer.sizes:
-            struct, columns = self.struct, self.struct.at_once
-            struct.of_thread = of_thread(layer, columns, self.most)
+        if self.made_for != layers.sizes:
+            struct, columns, (numbers, widest) = self.struct, self.struct.at_once, layers.sizes
+            struct.of_thread = of_thread(layers.library, widest, columns, self.most)
             self.buffers = (
-                torch.empty(columns * layer.sizes[0], dtype=layer.dtype),
+                torch.empty(columns * numbers, dtype=layers.dtype),
                 torch.empty(struct.threads * struct.of_thread),
             )
             struct.buffer, struct.scratch = (part.data_ptr() for part in self.buffers)
-            self.made_for = layer
+            self.made_for = layers.sizes
         return ctypes.addressof(self.struct)
 
 
@@ -724,9 +805,10 @@ def _lists(seen: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
     return [*made]
 
 
-def of_thread(layer: NativeLayer, columns: int, slots: int) -> int:
-    """Numbers that a thread needs beside the buffer. slots: the most that a column sees, and a line and two tiles."""
-    return max(columns * (layer.sizes[1] // GROUP) * layer.library.of_group, 16 * slots)
+def of_thread(library: Any, widest: int, columns: int, slots: int) -> int:
+    """Numbers that a thread needs beside the buffer. widest: inputs of a product. slots: the most that a column sees, and a
+    line and two tiles."""
+    return max(columns * (widest // GROUP) * library.of_group, 16 * slots)
 
 
 @torch.library.custom_op("assisted::low_bit_product", mutates_args=(), device_types="cpu")

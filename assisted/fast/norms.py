@@ -76,11 +76,6 @@ class Norm:
             self.natives[dtype] = native.NativeNorm(self, self.kind.flags, dtype) if made else None
         return self.natives[dtype]
 
-    def factor(self) -> tuple[torch.Tensor, float]:
-        """A copy of what it multiplies by, [D] float32, and its epsilon."""
-        weight = self.weight.detach().float().clone()
-        return weight.add_(1.0) if self.kind.adds_one else weight, self.epsilon
-
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """[..., D] -> [..., D]. weight: instead of its own."""
         of_heads = self.weight is not None and self.weight.dim() > 1  # each head has a weight of its own

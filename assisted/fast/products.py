@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -172,7 +173,12 @@ class Product:
     reads them in place.
 
     in_8_bits: in C, round weights and inputs of bfloat16 to 8 bits, as a draft may.
+
+    Attributes:
+        order: [outputs] int64, where they are among the outputs of `native`; None if they are the first ones.
     """
+
+    order: torch.Tensor | None = None
 
     def __init__(self, modules: Sequence[nn.Module], copied: bool, in_8_bits: bool = False):
         self.modules = modules
@@ -184,10 +190,13 @@ class Product:
         self.most = native.MOST
         whole = joined(modules)
         if whole is not None:
-            self.modules = [whole]
-            self.low = whole if whole.is_product else None
+            self.modules, sizes = [whole], [int(module.out_features) for module in modules]  # type: ignore[arg-type]
+            self.low, self.outputs = whole if whole.is_product else None, sum(sizes)
+            if any(size % native.OUTPUTS for size in sizes[:-1]) and whole.out_features > self.outputs:
+                begin = accumulate((size + -size % native.OUTPUTS for size in sizes), initial=0)
+                self.order = torch.cat([at + torch.arange(size) for at, size in zip(begin, sizes, strict=False)])
             if isinstance(self.low, NativeLinear):
-                self.native, self.outputs = self.low.native_product, self.low.out_features
+                self.native = self.low.native_product
             return
         linear = [module for module in modules if type(module) is nn.Linear]
         biases = [module.bias for module in linear if module.bias is not None]
@@ -232,10 +241,10 @@ class Product:
         """The same, in the dtype that the product was computed in if that is another one."""
         columns = inputs.shape[:-1].numel()
         if self.native is not None and not torch.compiler.is_compiling() and columns <= self.most:
-            made = self.native(inputs.reshape(columns, -1).to(self.native.dtype))
+            made = self._real(self.native(inputs.reshape(columns, -1).to(self.native.dtype)))
             return made[:, : self.outputs].view(*inputs.shape[:-1], self.outputs)
         if self.low is not None:
-            return self.low.raw(inputs)
+            return self._real(self.low.raw(inputs))
         if (self.packed is not None or self.native is not None) and torch.compiler.is_compiling():
             # from the model's own weights: a compiler that treats them as constants joins and packs them itself
             weights: list[Any] = [module.weight for module in self.modules]
@@ -245,8 +254,12 @@ class Product:
         if self.weight is not None:
             return F.linear(inputs, self.weight, self.bias)
         if len(self.modules) == 1:
-            return self.modules[0](inputs)
+            return self._real(self.modules[0](inputs))
         return torch.cat([module(inputs) for module in self.modules], -1)
+
+    def _real(self, made: torch.Tensor) -> torch.Tensor:
+        """Outputs without what lies between them."""
+        return made if self.order is None else made.index_select(-1, self.order)
 
 
 def _is_faster(inputs: torch.Tensor, entries: int) -> bool:

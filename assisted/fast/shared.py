@@ -86,7 +86,8 @@ class Angles(nn.Module):
 
     def _given(self, hidden: torch.Tensor, position_ids: torch.Tensor, *kind: str) -> Any:
         """What the model's module makes of positions, of layers of a kind."""
-        return rotary_angles(self.rotary[0], hidden, position_ids, **({"layer_type": kind[0]} if kind else {}))
+        found = rotary_angles(self.rotary[0], hidden, position_ids, **({"layer_type": kind[0]} if kind else {}))
+        return tuple(torch.cat([part, part], -1) for part in found) if self.form.angles_once else found
 
     def _angles(
         self, hidden: torch.Tensor, position_ids: torch.Tensor, kind: str | None

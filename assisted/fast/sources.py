@@ -39,7 +39,8 @@ class Weights:
     tensors: tuple[torch.Tensor, ...]
     checksums: tuple[torch.Tensor, ...] | None
     places: tuple[Any, ...] = ()
-    """Of tensors on a CPU whose values were not copied: where they lie, or the values of a vector, which may have been."""
+    """Of tensors on a CPU whose values were not copied: where they lie, or the values of a vector or of a convolution of single
+    channels, which may have been."""
 
     @staticmethod
     @torch.no_grad()
@@ -82,7 +83,7 @@ def _checksum_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    if tensor.dim() < 2:
+    if tensor.dim() < 2 or (tensor.dim() == 3 and tensor.shape[1] == 1):
         return tensor.detach().clone()
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

@@ -1,4 +1,4 @@
-"""What crosses from Python into C: addresses of tensors, and the structs of `kernels/abi.h` and `kernels/delta.c`.
+"""What crosses from Python into C: addresses of tensors, and the structs of `kernels/abi.h`.
 
 Every address is made by `pointer`, which checks what torch would check. The structs are read from the sources in C; a library's
 own sizes and offsets are compared with them when it is loaded. Knows nothing of what the functions in C do.
@@ -42,9 +42,9 @@ def offset(tensor: torch.Tensor, dtype: torch.dtype, first: int, length: int) ->
     return (pointer(tensor, dtype, first + length) or 0) + first * dtype.itemsize
 
 
-def pointers(tensors: Sequence[torch.Tensor], dtype: torch.dtype, lengths: Sequence[int]) -> Any:
+def pointers(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype], lengths: Sequence[int]) -> Any:
     """The addresses of several tensors, as an array."""
-    return (c_void_p * len(tensors))(*map(pointer, tensors, [dtype] * len(tensors), lengths))
+    return (c_void_p * len(tensors))(*map(pointer, tensors, dtypes, lengths))
 
 
 def require(found: int, ids: torch.Tensor | None = None, rows: int = 0) -> None:
@@ -71,46 +71,21 @@ def _offsets(struct: type[ctypes.Structure]) -> list[int]:
     return [getattr(struct, name).offset for name, *_ in struct._fields_]
 
 
-def _declared(file: str, names: str, here: str = "") -> tuple[type[ctypes.Structure], ...]:
-    """The structs of these names that a file in C declares. here: their names in Python, where these are others.
-
-    A pointer is an address, or takes an array of ctypes if it is one to constant doubles.
-    """
-    text = (KERNELS / file).read_text()
-    bodies = re.findall(r"typedef struct \{(.*?)\} (\w+);", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL), re.DOTALL)
+def _declared() -> tuple[type[ctypes.Structure], ...]:
+    """The structs of `abi.h`. A pointer is an address, or takes an array of ctypes if it is one to constant doubles."""
+    text = re.sub(r"/\*.*?\*/", "", (KERNELS / "abi.h").read_text(), flags=re.DOTALL)
     found: dict[str, Any] = {"int64_t": c_int64, "float": c_float}
-    own = dict(zip(names.split(), (here or names).split(), strict=True))
-    for body, name in bodies:
-        if name in own:
-            fields: list[tuple[str, Any]] = []
-            for kind, declared in re.findall(r"((?:const )?\w+) ([^;]+);", body):
-                address = ctypes.POINTER(c_double) if kind == "const double" else c_void_p
-                for one in map(str.strip, declared.split(",")):
-                    fields.append((one.lstrip("*"), address if one.startswith("*") else found[kind]))
-            found[name] = type(own[name], (ctypes.Structure,), dict(_fields_=fields))
-    return tuple(found[name] for name in own)
+    known = len(found)
+    for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", text, re.DOTALL):
+        fields: list[tuple[str, Any]] = []
+        for kind, declared in re.findall(r"((?:const )?\w+) ([^;]+);", body):
+            address = ctypes.POINTER(c_double) if kind == "const double" else c_void_p
+            for one in map(str.strip, declared.split(",")):
+                fields.append((one.lstrip("*"), address if one.startswith("*") else found[kind]))
+        found[name] = type(name, (ctypes.Structure,), dict(_fields_=fields))
+    return tuple([*found.values()][known:])
 
 
-OF_NATIVE = _declared("abi.h", "Product Norm Layer End Pass Head Tree")
-Product, Norm, Layer, End, Pass, Head, Tree = OF_NATIVE
-OF_DELTA = _declared(
-    "delta.c", "Shape Columns Product Layer Pass Head", "Shape Columns Floats HybridLayer HybridPass MtpHead"
-)
-Shape, Columns, Floats, HybridLayer, HybridPass, MtpHead = OF_DELTA
+STRUCTS = _declared()
+Product, Norm, Delta, Layer, Pass, End, Head, Tree = STRUCTS
 TREE_NODES = "tokens", "parents", "depths", "columns", "children"
-
-
-def columns_of(tensor: torch.Tensor) -> ctypes.Structure:
-    """`Columns` of a tensor of float32, [R, n, any], whose columns lie equally far apart through all rows."""
-    apart = tensor.stride(1)
-    if (
-        tensor.dtype != torch.float32
-        or not tensor.is_cpu
-        or tensor.stride(2) != 1
-        or tensor.stride(0) != tensor.shape[1] * apart
-    ):
-        raise ValueError(
-            "code in C takes columns of float32 on a CPU that lie equally far apart, and was given a tensor of "
-            f"{tensor.dtype} with shape {list(tensor.shape)} and strides {list(tensor.stride())} on {tensor.device}"
-        )
-    return Columns(tensor.data_ptr(), apart)

@@ -31,27 +31,15 @@ def layers_at_once(
     position_embeddings: Any,
     **given: Any,
 ) -> torch.Tensor:
-    """`one_by_one` of layers in C in one call, of a known form or of a hybrid in float32, where they can run this pass.
-    Taps keep their layer's output."""
+    """`one_by_one` of layers in C in one call, where they can run this pass. Taps keep their layer's output."""
     known: _Together = _together(layers)
     cache: Any = given[CACHE]
-    stores = known.stores(cache)
-    if (
-        stores is None
-        or known.dtype != hidden_states.dtype
-        or (known.natives is None and not delta.fits(hidden_states, stores))
-    ):
+    stores = known.stores(cache, hidden_states)
+    if stores is None:
         given |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
         return one_by_one(layers, hidden_states, **given)
     around = known.around(hidden_states, attention_mask, position_embeddings, cache)
-    if known.natives is None:
-        floats = [own.floats for own in known.each]
-        made, read = delta.run(floats, hidden_states, stores, around.get(None), cache.columns)
-        cache.note_together(read)
-    else:
-        made = hidden_states.new_empty(len(known.each), *hidden_states.shape)
-        known.natives.run(hidden_states.contiguous(), stores, around, made=made)
-    return known.kept(made)
+    return known.run(hidden_states, stores, around, cache)
 
 
 def model_at_once(
@@ -62,14 +50,12 @@ def model_at_once(
     base = module.base_model
     known: _Together = _together(base.layers, module)
     whole = known.natives
-    stores = known.stores(cache)
-    if whole is None or whole.output is None or stores is None or known.dtype != hidden.dtype:
+    stores = known.stores(cache, hidden)
+    if whole is None or whole.output is None or stores is None:
         return through_all(prepared, hidden, positions, mask, cache)
     around = known.around(hidden, mask, rotary_angles(base.rotary_emb, hidden, positions), cache)
-    made = hidden.new_empty(len(known.each), *hidden.shape)
     logits = hidden.new_empty(*hidden.shape[:-1], whole.output.outputs)
-    whole.run(hidden.contiguous(), stores, around, made=made, logits=logits)
-    known.kept(made)
+    known.run(hidden, stores, around, cache, logits)
     return prepared.finished(logits[..., : known.vocabulary])
 
 
@@ -80,8 +66,7 @@ class _Together:
     each: Sequence[Any]  # without taps; none if they cannot
     attend: Sequence[bool]  # which of them have attention
     taps: Sequence[tuple[int, Tap]]  # by index
-    dtype: torch.dtype | None = None  # that they compute in; None if they cannot
-    natives: native.NativeLayers | None = None  # the layers in C; None of a hybrid's
+    natives: native.NativeLayers | None = None  # the layers in C
     vocabulary: int = 0  # of a whole model in C
 
     @staticmethod
@@ -90,12 +75,11 @@ class _Together:
         taps = [(index, layer) for index, layer in enumerate(layers) if type(layer) is Tap]
         each: list[Any] = [layer.layer if type(layer) is Tap else layer for layer in layers]
         attend = [type(own) is FusedLayer for own in each]
-        natives = [own.native for own in each if type(own) is FusedLayer and own.native and own.native.is_whole]
-        if all(type(own) in (FusedLayer, DeltaLayer) and own.floats is not None for own in each):
-            return _Together(each, attend, taps, torch.float32)
-        if len(natives) < len(each) or len({(own.sizes, own.dtype) for own in natives}) > 1:
+        kinds = FusedLayer, DeltaLayer
+        natives = [own.native for own in each if type(own) in kinds and own.native and own.native.is_whole]
+        if len(natives) < len(each) or len({own.dtype for own in natives}) > 1 or not any(attend):
             return _Together((), (), taps)
-        made = functools.partial(_Together, each, attend, taps, natives[0].dtype)
+        made = functools.partial(_Together, each, attend, taps)
         # a norm that is tapped has to keep what it returns
         parts = () if model is None else (model.base_model.norm, model.lm_head)
         norm, head = (part.run for part in parts) if {*map(type, parts)} == {Called} else (None, None)
@@ -105,19 +89,41 @@ class _Together:
                 return made(native.NativeLayers(natives, end, output), head.outputs)
         return made(native.NativeLayers(natives))
 
-    def stores(self, cache: Any) -> list[torch.Tensor] | None:
-        """Keys and values, or states, of all layers for a pass over columns; None for other passes."""
-        if self.natives is not None:
-            return slots_of(cache, [own.index for own in self.each])
-        found: list[torch.Tensor] = []
-        capacity = None
+    def stores(self, cache: Any, hidden: torch.Tensor) -> list[torch.Tensor] | None:
+        """Keys and values, or states, of all layers for a pass over columns [R, n, D]; None if they cannot run it."""
+        if self.natives is None or self.natives.dtype != hidden.dtype:
+            return None
+        slots = slots_of(cache, [own.index for own, attends in zip(self.each, self.attend, strict=True) if attends])
+        return slots if slots is None or all(self.attend) else self._with_states(slots, cache, hidden)
+
+    def _with_states(self, slots: list[torch.Tensor], cache: Any, hidden: torch.Tensor) -> list[torch.Tensor] | None:
+        of_attention, found = iter(slots), list[torch.Tensor]()
         for own, attends in zip(self.each, self.attend, strict=True):
-            part = own.stores(cache)
-            if part is None or (attends and part[0].shape[2] != (capacity or part[0].shape[2])):
+            part = (next(of_attention), next(of_attention)) if attends else own.stores(cache)
+            if part is None or not (attends or delta.fits(hidden, part)):
                 return None
-            capacity = part[0].shape[2] if attends else capacity
             found += part
         return found
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        stores: list[torch.Tensor],
+        around: Any,
+        cache: Any,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run all layers, and give taps their layers' outputs. Returns the last one. logits: as `NativeLayers.run`."""
+        assert self.natives is not None
+        if all(self.attend):
+            made = hidden.new_empty(len(self.each), *hidden.shape)
+            self.natives.run(hidden.contiguous(), stores, around, made=made, logits=logits)
+        else:
+            made, read = delta.run(self.natives, hidden, stores, around, cache.columns, logits)
+            cache.note_together(read)
+        for index, tap in self.taps:
+            tap.hidden = made[index]
+        return made[-1]
 
     def around(self, hidden: torch.Tensor, mask: Any, angles: Any, cache: Any) -> dict[str | None, native.NativePass]:
         """What the layers of each kind with attention share in a pass."""
@@ -131,12 +137,6 @@ class _Together:
                 ]
                 found[own.kind] = own.shared.around(hidden, *given, cache, own.index, own.kind)
         return found
-
-    def kept(self, made: torch.Tensor) -> torch.Tensor:
-        """Give taps their layers' outputs, and return the last one. made: [layers, R, n, D]."""
-        for index, tap in self.taps:
-            tap.hidden = made[index]
-        return made[-1]
 
 
 def _together(layers: Any, model: Any = None) -> _Together:

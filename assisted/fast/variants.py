@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +34,6 @@ MACHINES = {"x86_64": False, "amd64": False, "aarch64": True, "arm64": True}
 _LINKED = "-shared", "-fPIC"
 # a product and a sum are contracted only where the code says so, or the compiler would choose that for each number of columns
 _OF_NATIVE = "-O3", "-ffp-contract=off", "-fopenmp"
-_OF_DELTA = (
-    *("-O3", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-    "-fopenmp",
-)
 # torch's runtime on Windows, and what Clang's code calls there
 _RUNTIME = "libiomp5md.dll"
 _CALLS = """omp_get_thread_num omp_get_num_threads __kmpc_barrier __kmpc_fork_call __kmpc_global_thread_num
@@ -70,13 +65,6 @@ def of_native(needs: tuple[str, ...], is_arm: bool, in_float32: bool) -> Variant
     return Variant("native.c", "float32" if in_float32 else "bfloat16", needs, (*_OF_NATIVE, *_LINKED, *own))
 
 
-def of_delta(known: Iterable[str]) -> Variant:
-    """The layers of hybrids. known: what the processor can do."""
-    needs: tuple[str, ...] = ("avx2", "fma") if {"avx2", "fma"} <= set(known) else ()
-    needs += ("avx512f",) if needs and "avx512f" in known else ()
-    return Variant("delta.c", "float32", needs, (*_OF_DELTA, *_LINKED, *_machine_flags(needs)))
-
-
 def _machine_flags(needs: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in needs)
 
@@ -102,8 +90,6 @@ def all_of(system: str, machine: str) -> list[Variant]:
         # only Linux is asked for tiles, and each Mac on ARM has dot products
         if (system == "linux" or "amx_tile" not in needs) and (system != "macosx" or needs):
             found.update((one.name, one) for one in (of_native(needs, is_arm, small) for small in (False, True)))
-    for known in ((),) if is_arm else ((), ("avx2", "fma"), ("avx2", "fma", "avx512f")):
-        found[of_delta(known).name] = of_delta(known)
     return [*found.values()]
 
 

@@ -13,6 +13,9 @@ INLINE vec scored(const Layer *l, vec dots) {
     return l->cap > 0 ? rounded(rounded(hyperbolic(rounded(scores / cap))) * cap) : scores;
 }
 
+/* Scores minus the highest one. transformers rounds that where there are sinks, and otherwise leaves it to its softmax. */
+INLINE vec below(vec scores, vec most, int has_sinks) { return has_sinks ? rounded(scores - most) : scores - most; }
+
 #ifdef DOTS
 
 /* Sums of interleaved vectors times a share, in order. */
@@ -62,9 +65,10 @@ INLINE void store_weight(weight *to, vec value) {
 #endif
 
 /* The softmax of a query with the keys of these slots, times its divisor, rounded, over the first part of weights [count, rounded
-   up to sixteen]. Returns one over the divisor. */
+   up to sixteen]. sink: the head's, or NULL. Returns one over the divisor. */
 INLINE float attention_weights(
-    const Layer *l, const number *query, const number *keys, const int64_t *slots, int64_t count, float *weights) {
+    const Layer *l, const number *query, const number *keys, const int64_t *slots, int64_t count, float *weights,
+    const number *sink) {
     static const int32_t in_turn[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const int64_t size = l->head_size;
     ints lanes;
@@ -81,14 +85,16 @@ INLINE float attention_weights(
         memcpy(weights + j, &scores, sizeof scores);
     }
     most = all(most_of(most));
+    if (sink) most = greater(most, all(number_of(*sink)));
     vec sum = all(0);
     for (int64_t j = 0; j < count; j += WIDE) {
         const int32_t left = count - j < WIDE ? (int32_t)(count - j) : WIDE;
-        const vec found = chosen(lanes < left, exponential(wide(weights + j) - most), all(0));
+        const vec found = chosen(lanes < left, exponential(below(wide(weights + j), most, sink != NULL)), all(0));
         sum += rounded(found);
         store_weight((weight *)weights + j, found); /* over scores that have been read */
     }
-    return count ? 1.0f / sum_of(sum) : 0.0f;
+    const float of_sink = sink ? rounded(exponential(below(all(number_of(*sink)), most, 1)))[0] : 0.0f;
+    return count ? 1.0f / (sum_of(sum) + of_sink) : 0.0f;
 }
 
 #ifdef DOTS
@@ -150,16 +156,18 @@ INLINE void mean(
 
 #endif
 
-/* seen [query heads of the key head, head size]: attention of a column's queries to the slots that it sees. */
+/* seen [query heads of the key head, head size]: attention of a column's queries to the slots that it sees. sinks: of these heads, or
+   NULL. */
 static void attend(
     const Layer *l, const number *queries, const number *keys, const number *values, const int64_t *slots, int64_t count, float *weights,
-    number *seen) {
+    const number *sinks, number *seen) {
     const int64_t size = l->head_size, group = l->query_heads / l->key_heads, stride = (count + 15) / 16 * 16;
     for (int64_t h = 0; h < group; h += 4) {
         const int heads = group - h < 4 ? (int)(group - h) : 4;
         float shares[4];
         for (int i = 0; i < heads; i++)
-            shares[i] = attention_weights(l, queries + (h + i) * size, keys, slots, count, weights + i * stride);
+            shares[i] = attention_weights(
+                l, queries + (h + i) * size, keys, slots, count, weights + i * stride, sinks ? sinks + h + i : NULL);
         const weight *own = (const weight *)weights;
         const int64_t apart = stride * (int64_t)(sizeof(float) / sizeof(weight));
         for (int64_t at = 0; at < size;) {
@@ -188,7 +196,7 @@ static void attend_all(
         const int64_t of = ((at / s->width * l->key_heads + h) * capacity + s->first) * size;
         attend(
             l, heads + c * l->heads.outputs + h * group * size, keys + of, values + of, s->slots ? s->slots + s->starts[at] : NULL,
-            s->slots ? s->starts[at + 1] - s->starts[at] : s->places[at] - s->first + 1, own,
+            s->slots ? s->starts[at + 1] - s->starts[at] : s->places[at] - s->first + 1, own, l->sinks ? l->sinks + h * group : NULL,
             seen + c * l->output.inputs + h * group * size);
     }
 }

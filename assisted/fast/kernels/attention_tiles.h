@@ -11,6 +11,7 @@ typedef struct {
     bf16 *seen[TILE];
     int32_t counts[TILE];        /* of slots that a query sees */
     const int64_t *slots[TILE];  /* these slots, in order; NULL for the first ones */
+    float sinks[TILE];           /* of their heads, if a layer has them */
     int lanes, of_column;        /* lanes of a column, which lie together */
     int64_t count, shared;       /* the most slots; up to where all columns see the first ones */
 } Queries;
@@ -95,7 +96,9 @@ INLINE __m512 weights_in_tiles(const Layer *l, const Queries *q, float *scores) 
     const int64_t count = q->count;
     const __m512i counts = _mm512_loadu_si512(q->counts);
     const int32_t least = _mm512_reduce_min_epi32(counts);
-    __m512 most = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+    const __m512 sinks = _mm512_loadu_ps(q->sinks);
+    const int has_sinks = l->sinks != NULL;
+    __m512 most = has_sinks ? sinks : _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j++) {
         const __mmask16 seen = j < least ? 0xffff : _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int32_t)j));
         const __m512 own = (__m512)scored(l, (vec)_mm512_load_ps(scores + j * TILE));
@@ -113,7 +116,7 @@ INLINE __m512 weights_in_tiles(const Layer *l, const Queries *q, float *scores) 
                 const int64_t at = j + i + k;
                 const __mmask16 seen = at < least ? 0xffff : _mm512_cmpgt_epi32_mask(counts, _mm512_set1_epi32((int32_t)at));
                 const __m512 own = _mm512_load_ps(scores + at * TILE);
-                found[k] = _mm512_maskz_mov_ps(seen, (__m512)exponential((vec)_mm512_sub_ps(own, most)));
+                found[k] = _mm512_maskz_mov_ps(seen, (__m512)exponential(below((vec)own, (vec)most, has_sinks)));
             }
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(found[1], found[0]);
             const __m512i pair = _mm512_permutexvar_epi16(order, both);
@@ -123,6 +126,7 @@ INLINE __m512 weights_in_tiles(const Layer *l, const Queries *q, float *scores) 
         }
         transpose(pairs, (int32_t *)(scores + j * TILE));
     }
+    if (has_sinks) sum = _mm512_add_ps(sum, (__m512)rounded(exponential(below((vec)sinks, (vec)most, 1))));
     __asm__ volatile("" ::: "memory");
     return _mm512_maskz_div_ps(_mm512_cmpgt_epi32_mask(counts, _mm512_setzero_si512()), _mm512_set1_ps(1), sum);
 }
@@ -243,6 +247,7 @@ static void attend_all(
                 for (int64_t k = first; k < first + q.of_column; k++) {
                     q.queries[q.lanes] = heads + (c - from) * l->heads.outputs + (h * group + k) * size;
                     q.seen[q.lanes] = seen + (c - from) * l->output.inputs + (h * group + k) * size;
+                    if (l->sinks) q.sinks[q.lanes] = number_of(l->sinks[h * group + k]);
                     q.slots[q.lanes] = s->slots ? s->slots + s->starts[c] : NULL;
                     q.counts[q.lanes++] = (int32_t)seen_by(s, c);
                 }

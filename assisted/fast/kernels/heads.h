@@ -1,4 +1,5 @@
-/* EAGLE-3 heads (2503.01840): steps of their one layer, and the token trees that grow from them (2406.16858). One row. */
+/* Heads of one layer, of EAGLE-3 (2503.01840) and MTP (2412.19437): their steps, and the token trees that grow from them (2406.16858).
+   One row. */
 
 #pragma once
 
@@ -20,6 +21,14 @@ static int64_t without_embedding(const int64_t *ids, int64_t columns, int64_t ro
     return 0;
 }
 
+/* The norm of a vector, or the vector itself if there is none. */
+static void norm_if(const Norm *m, const number *x, int64_t size, number *y) {
+    if (m->kind)
+        norm_head(m, x, 0, y);
+    else if (x != y)
+        memcpy(y, x, size * sizeof(number));
+}
+
 /* The states [width, hidden] after columns of tokens ids and states. Those, and out, may not overlap. room: 3 * width * hidden.
    Returns what `without_embedding` does, or `without_slot`, and computes nothing unless both are 0. */
 int64_t step_of_head(
@@ -28,21 +37,24 @@ int64_t step_of_head(
     const Layer *l = &h->layer;
     const int64_t size = l->hidden, n = s->width;
     number *beside = room, *residual = room + 2 * n * size;
+    void *const stores[2] = {keys, values};
     const int64_t wrong = without_embedding(ids, n, h->rows), beyond = without_slot(s, capacity);
     if (wrong || beyond) return wrong ? wrong : beyond;
 #pragma omp parallel num_threads(s->threads)
     {
+        float *own = s->scratch + omp_get_thread_num() * s->of_thread;
 #pragma omp for schedule(static)
         for (int64_t c = 0; c < n; c++) {
             number *token = beside + 2 * c * size, *state = token + size;
-            norm(h->embeddings + ids[c] * size, h->token_norm, size, h->token_epsilon, token);
-            norm(states + c * size, h->state_norm, size, h->state_epsilon, state);
+            norm_if(&h->token_norm, h->embeddings + ids[c] * size, size, token);
+            norm_if(&h->state_norm, states + c * size, size, state);
             memcpy(residual + c * size, h->normed_residual ? state : states + c * size, size * sizeof(number));
         }
-        layer(l, s, residual, beside, keys, values, capacity, out, 0, n);
+        if (h->join.outputs) product(&h->join, beside, n, NULL, residual, s->scratch, own);
+        layer(l, s, residual, h->join.outputs ? NULL : beside, stores, NULL, capacity, out, 0, n);
         if (h->normed_output) {
 #pragma omp for schedule(static)
-            for (int64_t c = 0; c < n; c++) norm(out + c * size, h->end_norm, size, h->end_epsilon, out + c * size);
+            for (int64_t c = 0; c < n; c++) norm_if(&h->end_norm, out + c * size, size, out + c * size);
         }
     }
     return 0;
@@ -53,7 +65,7 @@ void logits_of_head(
     const Head *h, const number *states, int64_t n, number *room, number *logits, float *scratch, int threads) {
     const int64_t size = h->layer.hidden;
     if (!h->normed_output)
-        for (int64_t c = 0; c < n; c++) norm(states + c * size, h->end_norm, size, h->end_epsilon, room + c * size);
+        for (int64_t c = 0; c < n; c++) norm_if(&h->end_norm, states + c * size, size, room + c * size);
     multiply(&h->output, h->normed_output ? states : room, n, logits, scratch, threads);
 }
 

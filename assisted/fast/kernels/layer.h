@@ -2,7 +2,9 @@
 
 #pragma once
 
+#include "activations.h"
 #include "attention.h"
+#include "delta.h"
 #include "product.h"
 
 /* The norm of a vector. kind: of the norm. */
@@ -71,7 +73,7 @@ INLINE void turn(const Layer *l, number *head, const number *cos, const number *
 
 /* 0 if all columns are written to slots that are there; else minus one less the first column that is not. */
 static int64_t without_slot(const Pass *s, int64_t capacity) {
-    for (int64_t c = 0; c < s->rows * s->width; c++)
+    for (int64_t c = 0; s->places && c < s->rows * s->width; c++)
         if (s->places[c] < s->first || s->places[c] >= capacity) return -c - 1;
     return 0;
 }
@@ -87,9 +89,21 @@ static void norm_heads(const Layer *l, number *heads) {
     }
 }
 
+/* Puts the gates of a column's heads apart: queries, keys and values are left one after the other. */
+static void take_gates(const Layer *l, number *heads, number *gates) {
+    const int64_t size = l->head_size, of_gates = l->query_heads * size;
+    for (int64_t h = 0; h < l->query_heads; h++) {
+        memcpy(gates + h * size, heads + (2 * h + 1) * size, size * sizeof(number));
+        memmove(heads + h * size, heads + 2 * h * size, size * sizeof(number));
+    }
+    memmove(heads + of_gates, heads + 2 * of_gates, 2 * l->key_heads * size * sizeof(number));
+}
+
 /* Norms and turns a column's queries and keys, and writes its keys and values to its slot, [rows, key heads, capacity, size]. */
-static void finish_heads(const Layer *l, const Pass *s, int64_t c, number *heads, number *keys, number *values, int64_t capacity) {
+static void finish_heads(
+    const Layer *l, const Pass *s, int64_t c, number *heads, number *gates, number *keys, number *values, int64_t capacity) {
     const int64_t size = l->head_size, turned = l->query_heads + l->key_heads;
+    if (l->has_gates) take_gates(l, heads, gates);
     const int64_t at = (s->angles == 1 ? c % s->width : c) * size * (l->turning & IN_FLOATS ? sizeof(float) / sizeof(number) : 1);
     if (!l->norms_turned) norm_heads(l, heads);
     for (int64_t h = 0; l->turned && h < turned; h++) turn(l, heads + h * size, s->cos + at, s->sin + at);
@@ -127,24 +141,40 @@ static void add_product(
 }
 
 /* The columns [from, from + n) of a layer's output [columns, hidden] for hidden [columns, hidden], within a parallel region.
-   beside: what queries, keys and values are computed from; NULL for the norm of hidden. keys, values [rows, key heads, capacity,
-   head size]. out: NULL if only keys and values are needed. */
+   beside: what the mixer's first product reads; NULL for the norm of hidden. stores: of attention, keys and values [rows, key heads,
+   capacity, head size]; of the delta rule, the states before, which with `notes` it takes as `mix_columns`. out: NULL if only keys
+   and values are needed. */
 static void layer(
-    const Layer *l, const Pass *s, const number *hidden, const number *beside, number *keys, number *values, int64_t capacity, number *out,
-    int64_t from, int64_t n) {
+    const Layer *l, const Pass *s, const number *hidden, const number *beside, void *const *stores, void *const *notes, int64_t capacity,
+    number *out, int64_t from, int64_t n) {
     float *own = s->scratch + omp_get_thread_num() * s->of_thread;
     number *normed = s->buffer, *heads = normed + n * l->hidden, *seen = heads + n * l->heads.outputs;
     number *middle = seen + n * l->output.inputs, *again = middle + n * l->hidden;
-    number *wide = again + n * l->hidden, *narrow = wide + n * 2 * l->inner;
+    number *wide = again + n * l->hidden, *narrow = wide + n * 2 * l->inner, *gates = narrow + n * l->inner;
     hidden += from * l->hidden;
     const number *read = beside ? beside + from * l->heads.inputs : NULL;
     if (!beside) read = read_normed(&l->before_attention, &l->heads, hidden, n, normed, s->scratch);
     product(&l->heads, read, n, NULL, heads, s->scratch, beside ? own : NULL);
+    if (l->delta.heads) {
+        mix_columns(
+            &l->delta, s->width, s->parents, heads, l->heads.outputs, stores[0], stores[1], notes, seen, l->output.inputs, from, n);
+    } else {
+        const int64_t of_gates = l->output.inputs;
 #pragma omp for schedule(static)
-    for (int64_t c = 0; c < n; c++) finish_heads(l, s, from + c, heads + c * l->heads.outputs, keys, values, capacity);
-    if (!out) return;
+        for (int64_t c = 0; c < n; c++)
+            finish_heads(l, s, from + c, heads + c * l->heads.outputs, gates + c * of_gates, stores[0], stores[1], capacity);
+        if (!out) return;
+        attend_all(l, s, heads, stores[0], stores[1], capacity, seen, from, n);
+        if (l->has_gates) {
+#pragma omp for schedule(static)
+            for (int64_t at = 0; at < n * of_gates / GROUP; at++)
+                UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
+                    number *to = seen + at * GROUP + i;
+                    store(to, load(to) * rounded(gated_by(all(1), load(gates + at * GROUP + i))));
+                }
+        }
+    }
     out += from * l->hidden;
-    attend_all(l, s, heads, keys, values, capacity, seen, from, n);
     if (!l->down.outputs) middle = out;
     add_product(&l->output, &l->after_attention, seen, n, hidden, middle, s->scratch, own);
     if (!l->down.outputs) return;
@@ -155,7 +185,7 @@ static void layer(
         const int64_t c = GROUP * g / l->inner, at = GROUP * g % l->inner;
         const number *gate = wide + c * l->gate_up.outputs + at;
         UNROLLED for (int i = 0; i < GROUP; i += WIDE) {
-            vec made = activated(load(gate + i), l->activation);
+            vec made = activated(load(gate + i), l);
             if (l->is_gated) made = rounded(made) * load(gate + l->inner + i);
             store(narrow + g * GROUP + i, made);
         }
@@ -165,11 +195,13 @@ static void layer(
 }
 
 /* The layers of a model, one after the other, each over some columns at a time, whose numbers stay in the cache. passes: the same one
-   for each layer, which differ in angles and in the slots that columns see. slots: each layer's keys and values. out [count, columns, hidden]: the output of each; NULL, of a single layer, if only keys and values are needed.
+   for each layer, which differ in angles and in the slots that columns see. stores: two of each layer. notes: four of each, of
+   attention not read, with which all columns are computed at once; NULL for texts. out [count, columns, hidden]: the output of each;
+   NULL, of a single layer, if only keys and values are needed.
    end: NULL if there are no logits [columns, outputs]. Returns what `without_slot` does, and computes nothing unless that is 0. */
 int64_t layers(
     const Layer *const *each, int64_t count, const Pass *const *passes, const number *hidden, const number *beside,
-    number *const *slots, int64_t capacity, number *out, const End *end, number *logits) {
+    void *const *stores, void *const *notes, int64_t capacity, number *out, const End *end, number *logits) {
     const Pass *s = passes[0];
     const int64_t columns = s->rows * s->width, size = each[0]->hidden, wrong = without_slot(s, capacity);
     if (wrong) return wrong;
@@ -180,7 +212,7 @@ int64_t layers(
             for (int64_t from = 0; from < columns; from += s->at_once) {
                 const int64_t n = columns - from < s->at_once ? columns - from : s->at_once;
                 layer(
-                    each[i], passes[i], i ? to - columns * size : hidden, i ? NULL : beside, slots[2 * i], slots[2 * i + 1],
+                    each[i], passes[i], i ? to - columns * size : hidden, i ? NULL : beside, stores + 2 * i, notes ? notes + 4 * i : NULL,
                     capacity, to, from, n);
             }
         }

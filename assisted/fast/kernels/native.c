@@ -11,9 +11,11 @@
    integers.h   inputs that are rounded to 8 bits, by VNNI where there is such
    tiles.h      packed weights, by the tiles of AMX (TILED)
    product.h    any of these, by some threads
+   activations.h what an MLP has between its products
    attention.h  scores, softmax and means of values; attention_tiles.h with AMX
+   delta.h      the gated delta rule
    layer.h      norms, rotary embedding, whole layers
-   heads.h      EAGLE-3 heads and token trees
+   heads.h      heads of one layer, and token trees
    native.c     what Python calls beside these */
 
 #include "heads.h"
@@ -121,21 +123,26 @@ void hash_parts(const char *bytes, int64_t size, int64_t part, uint64_t *found, 
 /* Sizes and offsets of the structs, which `structs.py` mirrors in this order. */
 #define AT(type, field) offsetof(type, field)
 const int64_t layout[] = {
-    sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, rows), AT(Product, outputs), AT(Product, inputs),
-    AT(Product, bits), AT(Product, input_bits), AT(Product, multiplier),
+    sizeof(Product), AT(Product, weights), AT(Product, scales), AT(Product, bias), AT(Product, rows), AT(Product, outputs),
+    AT(Product, inputs), AT(Product, bits), AT(Product, input_bits), AT(Product, multiplier),
     sizeof(Norm), AT(Norm, weight), AT(Norm, bias), AT(Norm, size), AT(Norm, apart), AT(Norm, kind), AT(Norm, epsilon),
+    sizeof(Delta), AT(Delta, conv), AT(Delta, conv_bias), AT(Delta, rates), AT(Delta, shift), AT(Delta, norm), AT(Delta, heads),
+    AT(Delta, key_heads), AT(Delta, dk), AT(Delta, dv), AT(Delta, size), AT(Delta, rounds_norm), AT(Delta, queries_at),
+    AT(Delta, keys_at), AT(Delta, values_at), AT(Delta, gates_at), AT(Delta, strengths_at), AT(Delta, decays_at),
+    AT(Delta, keys_apart), AT(Delta, values_apart), AT(Delta, small_apart), AT(Delta, strongest), AT(Delta, epsilon),
     sizeof(Layer), AT(Layer, heads), AT(Layer, output), AT(Layer, gate_up), AT(Layer, down), AT(Layer, before_attention),
     AT(Layer, after_attention), AT(Layer, before_mlp), AT(Layer, after_mlp), AT(Layer, query_norm), AT(Layer, key_norm),
     AT(Layer, hidden), AT(Layer, inner), AT(Layer, query_heads), AT(Layer, key_heads), AT(Layer, head_size), AT(Layer, turned),
     AT(Layer, turning), AT(Layer, norms_turned), AT(Layer, is_eager), AT(Layer, beside), AT(Layer, activation), AT(Layer, is_gated),
-    AT(Layer, scaling), AT(Layer, cap),
+    AT(Layer, has_gates), AT(Layer, scaling), AT(Layer, cap), AT(Layer, sinks), AT(Layer, xielu_above), AT(Layer, xielu_below),
+    AT(Layer, xielu_beta), AT(Layer, xielu_epsilon), AT(Layer, delta),
+    sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, parents), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles),
+    AT(Pass, places), AT(Pass, first), AT(Pass, slots), AT(Pass, starts), AT(Pass, threads), AT(Pass, at_once), AT(Pass, buffer),
+    AT(Pass, scratch), AT(Pass, of_thread),
     sizeof(End), AT(End, output), AT(End, norm),
-    sizeof(Pass), AT(Pass, rows), AT(Pass, width), AT(Pass, cos), AT(Pass, sin), AT(Pass, angles), AT(Pass, places), AT(Pass, first),
-    AT(Pass, slots), AT(Pass, starts), AT(Pass, threads), AT(Pass, at_once), AT(Pass, buffer), AT(Pass, scratch), AT(Pass, of_thread),
     sizeof(Head), AT(Head, layer), AT(Head, output), AT(Head, embeddings), AT(Head, token_norm), AT(Head, state_norm),
-    AT(Head, end_norm), AT(Head, tokens), AT(Head, rows), AT(Head, vocabulary), AT(Head, normed_residual), AT(Head, normed_output),
-    AT(Head, token_epsilon), AT(Head, state_epsilon), AT(Head, end_epsilon), AT(Head, tap_epsilon), AT(Head, fuse),
-    AT(Head, tap_norms), AT(Head, taps),
+    AT(Head, end_norm), AT(Head, join), AT(Head, tokens), AT(Head, rows), AT(Head, vocabulary), AT(Head, normed_residual),
+    AT(Head, normed_output), AT(Head, fuse), AT(Head, tap_norms), AT(Head, taps), AT(Head, tap_epsilon),
     sizeof(Tree), AT(Tree, depth), AT(Tree, beam), AT(Tree, candidates), AT(Tree, nodes), AT(Tree, room), AT(Tree, base),
     AT(Tree, slope), AT(Tree, edges), AT(Tree, ranks), AT(Tree, bins), AT(Tree, tokens), AT(Tree, parents), AT(Tree, depths),
     AT(Tree, columns), AT(Tree, children), AT(Tree, scores), AT(Tree, sure), AT(Tree, best), AT(Tree, reading), AT(Tree, found),

@@ -165,6 +165,20 @@ INLINE vec exponential(vec x) {
     return e * (vec)((__builtin_convertvector(n, ints) + 127) << 23);
 }
 
+/* exp(x) - 1 for x <= 0, to about one unit in its last place, near zero, too. */
+INLINE vec exponential_less_one(vec x) {
+    const vec shift = all(12582912.0f);
+    x = greater(x, all(-87.0f));
+    const vec n = (x * all(1.44269504f) + shift) - shift;
+    vec r = plus_product(x, -n, all(0.693145752f));
+    r = plus_product(r, -n, all(1.42860677e-6f));
+    vec e = all(1.0f / 5040);
+    const float terms[6] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1};
+    UNROLLED for (int i = 0; i < 6; i++) e = plus_product(all(terms[i]), e, r);
+    const vec power = (vec)((__builtin_convertvector(n, ints) + 127) << 23);
+    return plus_product(power - all(1), power, e * r);
+}
+
 /* x / (1 + exp(-by)), with an exponent that is never positive. */
 INLINE vec gated_by(vec x, vec by) {
     const vec one = all(1), small = exponential(-without_sign(by));
@@ -191,19 +205,6 @@ INLINE vec error_of(vec x) {
     UNROLLED for (int i = 0; i < 4; i++) sum = plus_product(all(terms[i]), sum, t);
     const vec far = all(1) - sum * t * exponential(-size * size);
     return chosen(x < all(0), -far, far);
-}
-
-/* Activations, in the order of `native.ACTIVATIONS`. */
-enum { SILU, GELU_TANH, GELU, RELU2 };
-
-INLINE vec activated(vec x, int64_t kind) {
-    const vec positive = greater(x, all(0));
-    switch (kind) {
-        case SILU: return silu(x);
-        case GELU_TANH: return gated_by(x, all(1.59576912f) * plus_product(x, all(0.044715f) * x * x, x));
-        case GELU: return all(0.5f) * x * (all(1) + error_of(x * all(0.707106781f)));
-        default: return positive * positive;
-    }
 }
 
 /* ---- Numbers ---- */

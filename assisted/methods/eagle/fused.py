@@ -16,7 +16,7 @@ from ...engine.parts import with_children
 from ...engine.prepared import PreparedModule
 from ...fast import native
 from ...fast.fused import fused_product
-from ...fast.head_steps import NO_TABLE, EagleSteps, HeadSteps, embeddings_in_c
+from ...fast.head_steps import NO_TABLE, HeadSteps, NativeHead, embeddings_in_c
 from ...fast.layers import FusedLayer
 from ...fast.native import NativeProduct
 from ...fast.norms import Called, Norm
@@ -79,16 +79,17 @@ def _eagle_steps(head: EagleHead, other: Any, target: PreTrainedModel) -> HeadSt
         return "it has several layers"
     if layer.native is None or output is None or table is None or not all(type(norm) is Norm for norm in norms):
         return _NO_FORM
+    if any(norm.in_c(head.dtype) is None for norm in norms):
+        return _NO_FORM
     if embeddings is None or config.vocab_size > len(embeddings):
         return NO_TABLE
     if not output.dtype == layer.native.dtype == head.dtype:
         return "its layer and its output have different dtypes"
     tokens, size = None if head.d2t is None else head.draft_tokens, len(head.draft_tokens)
-    weights = [(norm.weight.detach(), norm.epsilon) for norm in norms]
-    parts = layer.native, weights, output, embeddings, tokens, size, table
+    parts = layer.native, [norm.in_c(head.dtype) for norm in norms], output, embeddings, tokens, size, table
     options = layer.norm_before_residual, config.norm_output
     product, taps, epsilon = _of_features(other)
-    return HeadSteps(layer, EagleSteps(*parts, *options, product, taps, epsilon))
+    return HeadSteps(layer, NativeHead(*parts, *options, fuse=product, tap_norms=taps, tap_epsilon=epsilon))
 
 
 def _of_features(other: Any) -> tuple[NativeProduct | None, list[torch.Tensor], float]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...engine.agreement import agree
 from ...engine.cache import SlotCache
 from ...engine.hooks import any_touched
 from ...engine.parts import with_children
 from ...engine.prepared import PreparedModule
-from ...fast import delta
 from ...fast.families import form_of, is_known
 from ...fast.fused import fused_product
-from ...fast.head_steps import NO_TABLE, HeadSteps, embeddings_in_c
+from ...fast.head_steps import NO_TABLE, HeadSteps, NativeHead, embeddings_in_c
 from ...fast.layers import fused_layer
-from ...fast.norms import Called
-from ...fast.products import PackedLinear, may_copy
+from ...fast.norms import Called, Norm
+from ...fast.products import PackedLinear, Product, may_copy
 from ...fast.shared import Angles, Shared
 from ..eagle.fused import fused_head
 from .head import MTPHead, SequentialMTP
@@ -40,9 +41,9 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     form = form_of(head.layer)
     angles = Angles(head.rotary_emb, head.layer_config, head.dtype, form)
     children: dict[tuple[str, ...], nn.Module] = {
-        ("layer",): fused_layer(head.layer, Shared(angles), True, True),
+        ("layer",): fused_layer(head.layer, Shared(angles), True),
         ("rotary_emb",): angles,
-        ("fc",): PackedLinear.of(head.fc) if PackedLinear.gains(head.fc) else head.fc,
+        ("fc",): PackedLinear.of(head.fc),
     }
     for name, norm in head.named_children():
         if name.endswith("norm") and not isinstance(norm, nn.Identity):
@@ -50,9 +51,7 @@ def fused_mtp(head: MTPHead) -> PreparedModule:
     if not head.shares_output:
         children["output",] = fused_product(head.output)
     other: Any = with_children(head, children)
-    other.in_c = head_in_c(head, other.layer, angles)
-    if other.in_c is not None:
-        other.steps_with = other.in_c.steps
+    other.steps_with = functools.partial(_mtp_steps, head, other)
     numbers = torch.randn(2, 1, 4, head.config.hidden_size, generator=torch.Generator().manual_seed(0)).to(head.dtype)
     with torch.no_grad():
         expected, found = (_in_two_steps(part, *numbers) for part in (head, other))
@@ -76,42 +75,27 @@ def _in_two_steps(head: MTPHead, embeddings: Tensor, states: Tensor) -> Tensor:
     return torch.cat(made, 1)
 
 
-class HeadInC:
-    """The `forward` of an MTP head in C. layer: its fused one, which has a form in C. angles: of its positions."""
-
-    def __init__(self, head: MTPHead, layer: Any, angles: Angles):
-        norms = [getattr(head, f"{name}_norm") for name in ("embed", "hidden", "end")]
-        form = form_of(head.layer)
-        factors = [None if isinstance(norm, nn.Identity) else form.norm_of(norm).factor() for norm in norms]
-        self.floats = delta.FloatHead(delta.FloatProduct([head.fc]), factors, layer.floats)
-        self.layer, self.angles, self.shares_output = layer, angles, head.shares_output
-
-    def __call__(
-        self, embeddings: Tensor, states: Tensor, positions: Tensor, mask: Tensor | None, cache: Any
-    ) -> Tensor | None:
-        """As `MTPHead.forward`; None for columns that cannot run in C."""
-        layer = self.layer
-        if embeddings.dtype != states.dtype or not delta.fits(states, ()):
-            return None
-        stores = layer.stores(cache) or layer.slots_to_read(states, mask, cache)
-        if stores is None or not delta.fits(states, stores):
-            return None
-        around = layer.shared.around(states, mask, self.angles(states, positions), cache, layer.index)
-        return self.floats(embeddings, states, stores, around)
-
-    def steps(self, target: Any) -> HeadSteps | str:
-        """Its steps in texts of one row, with the embeddings of a target, or why there are none."""
-        product, table = getattr(target.get_output_embeddings(), "run", None), self.angles.table
-        weight = embeddings_in_c(target.get_input_embeddings(), torch.float32)
-        if not (self.shares_output and isinstance(product, delta.FloatProduct)) or table is None:
-            return "the output embedding has no form in C"
-        if weight is None or product.outputs > len(weight):  # a drafted token may have no embedding
-            return NO_TABLE
-        return HeadSteps(self.layer, delta.TokenSteps(self.floats, weight, table, product))
-
-
-def head_in_c(head: MTPHead, layer: Any, angles: Angles) -> HeadInC | None:
-    """The head in C; None if its layer has no such form. layer: the fused one."""
-    if layer.floats is None or head.fc.weight.dtype != torch.float32 or head.window is not None:
-        return None
-    return HeadInC(head, layer, angles)
+def _mtp_steps(head: MTPHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
+    """Its steps in C in texts of one row, with the embeddings of a target, or why there are none. other: the fused head."""
+    if head.window is not None:
+        return "its attention has a sliding window"
+    layer, join, table, dtype = other.layer, other.fc.product.native, other.rotary_emb.table, head.dtype
+    product: Any = getattr(target.get_output_embeddings() if head.shares_output else other.output, "run", None)
+    output = product.native if isinstance(product, Product) else None
+    modules = other.embed_norm, other.hidden_norm, other.end_norm
+    norms: list[Norm | None] = [None if isinstance(norm, nn.Identity) else norm.run for norm in modules]
+    in_c = [None if norm is None else norm.in_c(dtype) for norm in norms]
+    lacks = any(norm is not None and one is None for norm, one in zip(norms, in_c, strict=True))
+    if getattr(layer, "native", None) is None or not layer.native.is_whole or join is None or table is None or lacks:
+        return "its layer or its norms have no form in C"
+    if output is None:
+        return "the output embedding has no form in C"
+    if {layer.native.dtype, join.dtype, output.dtype} != {dtype} or (
+        layer.form.turns_in_floats and dtype != torch.float32
+    ):
+        return "its parts have different dtypes"
+    weight = embeddings_in_c(target.get_input_embeddings(), dtype)
+    if weight is None or product.outputs > len(weight):  # a drafted token may have no embedding
+        return NO_TABLE
+    parts = layer.native, in_c, output, weight, None, product.outputs, table
+    return HeadSteps(layer, NativeHead(*parts, normed_residual=False, normed_output=True, join=join))

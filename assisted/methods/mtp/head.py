@@ -51,8 +51,6 @@ class MTPHead(Head):
     embed_norm: nn.Module
     hidden_norm: nn.Module
     end_norm: nn.Module
-    in_c: Any = None
-    """The same `forward` of few columns in C, which returns None for others; of fused heads (`HeadInC`)."""
 
     def __init__(self, target: PreTrainedModel, tensors: Mapping[str, torch.Tensor], index: int = 0):
         super().__init__()
@@ -102,10 +100,6 @@ class MTPHead(Head):
             if attention_mask is None:
                 attention_mask = causal(embeddings)
             attention_mask = only_last(attention_mask, self.window)
-        if self.in_c is not None and not last_only:
-            found = self.in_c(embeddings, states, position_ids, attention_mask, cache)
-            if found is not None:
-                return found
         made = self.layer(
             self.fc(torch.cat([self.embed_norm(embeddings), self.hidden_norm(states)], -1)),
             attention_mask=attention_mask,

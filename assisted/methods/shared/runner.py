@@ -201,10 +201,7 @@ class HeadRunner(Runner):
         slots = cache.ends(self.device) + torch.arange(width, device=self.device)  # [rows, n]
         ids, states, first = map(cache.of_running, (ids, self.inject.hidden, self.first))
         given = self.head.embed(ids, self.target), states, (slots + first).clamp(min=0)
-        seen, in_c = None, getattr(self.head, "in_c", None)
-        # in C, each column sees all slots up to its own
-        if in_c and cache.visible is None and (found := in_c(*given, None, cache)) is not None:
-            return cache.spread(found)
+        seen = None
         # if every slot is visible, or attention is purely causal, most heads need no mask
         is_simple = cache.visible is None and (width == cache.top or width == len(slots) == 1)
         if self.head.needs_mask or not is_simple:

@@ -132,6 +132,19 @@ def test_half_precision(name, sizes, copied, monkeypatch):
 
 
 @needed
+@pytest.mark.usefixtures("processor")
+def test_other_processors(monkeypatch):
+    for name in ("qwen3_next", "qwen3_5"):
+        compare(built(name, **WIDE))
+        test_half_precision(name, WIDE, False, monkeypatch)
+    for sizes in ((3, 3, 24, 40), (1, 4, 16, 10)):
+        for dtype in native.DTYPES:
+            with monkeypatch.context() as patch:
+                test_the_rule_in_c(3, "tree", sizes, dtype, patch)
+            test_texts_in_c(20, sizes, dtype, monkeypatch)
+
+
+@needed
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()

@@ -28,6 +28,7 @@ sys.path[:0] = [ROOT, ROOT + "/tests"]
 sys.modules["conftest"] = types.SimpleNamespace(PROCESSORS={})  # which needs more packages
 import pytest
 from assisted.fast import native, variants
+import test_delta as hybrids
 import test_native as tests
 variants.PREBUILT = tests.Path(PREBUILT)
 for flags in (set(), {"asimddp"}):
@@ -46,6 +47,13 @@ for flags in (set(), {"asimddp"}):
                     tests.test_layers_are_the_models(name, bits, own)
                 tests.test_a_column_has_the_same_bits_alone_in_a_draft_in_a_tree_and_beside_other_rows(name, bits)
         print(*flags, f"{bits} bits: as the model, and a column keeps its bits", flush=True)
+    for name in ("qwen3_next", "qwen3_5"):
+        hybrids.compare(hybrids.built(name, **hybrids.WIDE))
+    for dtype in native.DTYPES:
+        for kind in ("chain", "tree"):
+            with pytest.MonkeyPatch.context() as own:
+                hybrids.test_the_rule_in_c(3, kind, (3, 3, 24, 40), dtype, own)
+    print(*flags, "the gated delta rule: as the model", flush=True)
 runtimes = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
 assert len(runtimes) == 1, runtimes  # torch's own
 print("one runtime of threads:", *runtimes)

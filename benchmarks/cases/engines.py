@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -14,22 +15,35 @@ from shared import Case, Section, Worker, about, opened, written
 
 from assisted import zoo
 from assisted.lab.bench import read
+from assisted.lab.handover.gguf import write_gguf
 
-HEAD = "suffix+zoo:smollm2-eagle3"
-OWN = {  # `draft` is None for transformers' own `generate`; `bits` are those of the target
-    "plain generate": {"draft": None},
-    "transformers, prompt lookup": {"draft": None, "lookup": True},
-    "assisted, no draft": {"draft": "none"},
-    **{f'assisted, "{name}"': {"draft": name} for name in ("suffix", "self:int8", "self:int4", HEAD)},
-}
-for bits in (8, 4):
-    name, of_bits = f"assisted, {bits} bits", {"bits": bits}
-    OWN |= {
-        f"{name}, no draft": {"draft": "none", **of_bits},
-        f'{name}, "{HEAD}"': {"draft": HEAD, **of_bits},
-        f"{name}, inputs in 8, no draft": {"draft": "none", "input_bits": 8, **of_bits},
-        f'{name}, inputs in 8, "{HEAD}"': {"draft": HEAD, "input_bits": 8, **of_bits},
+HEAD, MODEL = (
+    "suffix+zoo:smollm2-eagle3",
+    "zoo:draft",
+)  # the best draft of SmolLM2, and of the shipped target at any size
+
+
+def own_methods(best):
+    """Settings by name. `draft` is None for transformers' own `generate`; `bits` are those of the target."""
+    made = {
+        "plain generate": {"draft": None},
+        "transformers, prompt lookup": {"draft": None, "lookup": True},
+        "assisted, no draft": {"draft": "none"},
+        **{f'assisted, "{name}"': {"draft": name} for name in ("suffix", "self:int8", "self:int4", best)},
     }
+    for bits in (8, 4):
+        name, of_bits = f"assisted, {bits} bits", {"bits": bits}
+        made |= {
+            f"{name}, no draft": {"draft": "none", **of_bits},
+            f'{name}, "{best}"': {"draft": best, **of_bits},
+            f"{name}, inputs in 8, no draft": {"draft": "none", "input_bits": 8, **of_bits},
+            f'{name}, inputs in 8, "{best}"': {"draft": best, "input_bits": 8, **of_bits},
+        }
+    return made
+
+
+OWN = own_methods(HEAD)
+PUBLISHED = "engines_kernels", "engines_grown", "engines_tiles"
 PEERS = {
     "OpenVINO GenAI, 4 bits": ("openvino", {}),
     "OpenVINO GenAI, 4 bits, prompt lookup": ("openvino", {"lookup": True}),
@@ -40,15 +54,20 @@ PEERS = {
 
 
 @contextmanager
-def served(args, **more):
-    """The pair, prompts of every kind with text and ids, and what starts an engine: its interpreter, its name, its settings."""
-    pair = opened("zoo:smollm2", dtype=args.dtype)
-    each = read(["chat"], pair.tokenizer, args.prompts)
+def served(args, further=0, **more):
+    """The pair, prompts of every kind with text and ids, some further than asked for, and what starts an engine: its
+    interpreter, its name, its settings."""
+    target = getattr(args, "target", "zoo:smollm2")
+    pair, is_chat = opened(target, dtype=args.dtype), target == "zoo:smollm2"
+    each = read(["chat" if is_chat else "code"], pair.tokenizer, args.prompts + further)
     prompts = [{"text": one.text, "ids": one.ids[0].tolist(), "kind": one.category} for one in each]
     with tempfile.TemporaryDirectory() as folder:
         pair.target.save_pretrained(folder)
         pair.tokenizer.save_pretrained(folder)
-        settings = {"folder": folder, "gguf": str(zoo.PACKAGED["smollm2"].file()), "dtype": args.dtype}
+        file = zoo.PACKAGED["smollm2"].file() if is_chat else Path(folder, "target.gguf")
+        if not is_chat:
+            write_gguf(pair.target, pair.tokenizer, file, "target", "Q4_0")
+        settings = {"folder": folder, "gguf": str(file), "dtype": args.dtype}
         settings |= {"threads": args.threads or torch.get_num_threads(), "new_tokens": args.new_tokens, **more}
 
         def start(python, engine, own):
@@ -59,9 +78,12 @@ def served(args, **more):
 
 
 def measure_engines(args):
-    with served(args) as (pair, prompts, start):
+    with served(args, 1) as (pair, prompts, start):
+        # others than those that are timed: some engines keep what they have read
         warm_up = list({prompt["kind"]: prompt for prompt in prompts}.values())
-        jobs = {name: (None, "own", one) for name, one in OWN.items() if name in args.methods or not args.methods}
+        prompts = [prompt for prompt in prompts if prompt not in warm_up]
+        own = OWN if args.target == "zoo:smollm2" else own_methods(MODEL)
+        jobs = {name: (None, "own", one) for name, one in own.items() if name in args.methods or not args.methods}
         jobs |= {name: (getattr(args, e), e, one) for name, (e, one) in PEERS.items() if getattr(args, e)}
         found = {name: [] for name in jobs}
         for _ in range(args.repeats):
@@ -102,11 +124,12 @@ OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one;
     measure_engines,
     options={
         **{"prompts": 2, "repeats": 2, "new_tokens": 64, "dtype": "bfloat16"},
+        "target": ("zoo:smollm2", "or grown:SIZE, whose file is written in 4 bits (Q4_0)"),
         "methods": ([], "of this package and transformers, by their names in the table"),
         **{name: (None, f"an interpreter with it: {name}") for name in ("openvino", "llama", "vllm")},
     },
     quick={"methods": ["plain generate", 'assisted, "suffix"']},
-    sections=tuple(Section("benchmarks/other-engines", name, (name,)) for name in ("engines_kernels", "engines_tiles")),
+    sections=tuple(Section("benchmarks/other-engines", name, (name,)) for name in PUBLISHED),
     what="{prompts} requests, {new_tokens} new tokens each, {dtype} except where a method names its bits{others}",
     notes=(
         "End tokens are ignored. The methods run one after the other, each in a process of its own that has answered one "
@@ -118,7 +141,7 @@ OpenVINO and llama.cpp run the file in its 4 bits, so their text is another one;
         "others": "".join(
             f", {name.split(',')[0]} {runs[0]['version']}"
             for name, runs in found["engines"].items()
-            if name not in OWN and "lookup" not in name
+            if name in PEERS and "lookup" not in name
         ),
     },
     columns=lambda found: {

@@ -55,30 +55,32 @@ def require_writable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase 
     _pre_tokenizer(_tokenizer_fields(tokenizer, role), role)
 
 
-def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, role: str) -> None:
+def write_gguf(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, role: str, kind: str | None = None
+) -> None:
     """Write a GGUF file in the model's dtype (norms and biases in float32), then read it back with transformers.
 
-    role: "target" or "draft", for messages. Raises as `require_writable`, and ValueError if what is read differs: the file is
-    then removed.
+    role: "target" or "draft", for messages. kind: of matrices, such as "Q4_0", in place of the dtype; what is read then
+    differs, and is not compared. Raises as `require_writable`, and ValueError if what is read differs: the file is then
+    removed.
     """
     require_writable(model, tokenizer, role)
     try:
-        _write(model, tokenizer, file, role)
-        _require_same(model, tokenizer, file, role)
+        _write(model, tokenizer, file, role, kind or _KINDS[model.dtype])
+        if kind is None:
+            _require_same(model, tokenizer, file, role)
     except ValueError:
         file.unlink(missing_ok=True)
         raise
 
 
-def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, role: str) -> None:
+def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, role: str, stores: str) -> None:
     gguf = _gguf()
     config: Any = model.config
     kind = config.model_type
     writer = gguf.GGUFWriter(file, kind)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_file_type(
-        gguf.LlamaFileType[{"F32": "ALL_F32"}.get(_KINDS[model.dtype], f"MOSTLY_{_KINDS[model.dtype]}")]
-    )
+    writer.add_file_type(gguf.LlamaFileType[{"F32": "ALL_F32"}.get(stores, f"MOSTLY_{stores}")])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -105,7 +107,7 @@ def _write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Pat
             values = _interleaved(values, config.num_attention_heads)
         if _PERMUTED[kind] and ".self_attn.k_proj." in name:
             values = _interleaved(values, config.num_key_value_heads)
-        stored = gguf.GGMLQuantizationType[_KINDS[model.dtype] if values.ndim > 1 else "F32"]
+        stored = gguf.GGMLQuantizationType[stores if values.ndim > 1 else "F32"]
         writer.add_tensor(known, gguf.quants.quantize(values.contiguous().numpy(), stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -28,7 +28,15 @@ from .loading.adapters import base_path, has_adapter, require_in_layers, restore
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
-from .loading.quantization import load_from_gguf, remedy, require_whole_head, save_target, unpack, with_recorded
+from .loading.quantization import (
+    load_from_gguf,
+    remedy,
+    require_readable,
+    require_whole_head,
+    save_target,
+    unpack,
+    with_recorded,
+)
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target
 
@@ -110,6 +118,7 @@ def load(
         kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     else:
         kwargs["config"] = config
+    require_readable(config, path, "target")
     settings = parsed(draft, draft_length)
     kwargs = trusting(path, base, **_with_dtype(config, kwargs))
     of_file, origin = dict[str, Any](), base  # an adapter's folder holds none of the base model's heads

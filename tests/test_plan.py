@@ -444,6 +444,21 @@ def test_weights_that_are_unpacked(folder: Path, tmp_path: Path) -> None:
         assert "copies of weights for fast products" not in {part.name for part in counted}
 
 
+def test_a_checkpoint_of_mlx_is_named(folder: Path, tmp_path: Path) -> None:
+    """As mlx_lm.convert (0.32) writes it: its field has the name that transformers reads, and no method."""
+    mlx = str(quantized_config(folder, tmp_path, {"group_size": 64, "bits": 4, "mode": "affine"}))
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    for role, call in (
+        ("target", lambda: plan(mlx, memory="8GB")),
+        ("draft", lambda: plan(str(folder), mlx, memory="8GB")),
+        ("target", lambda: AssistedModelForCausalLM.from_pretrained(mlx)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=mlx)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=mlx, draft_quantization="int8")),
+    ):
+        with pytest.raises(ValueError, match=rf"^{role}: .* is quantized for MLX, which transformers does not read"):
+            call()
+
+
 def test_a_quantized_config_alone(folder: Path, tmp_path: Path) -> None:
     quantized_config(folder, tmp_path, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(

@@ -114,6 +114,7 @@ def load_quantized(
     base = base_path(path, "draft", **hub)
     hub, kwargs = trusting(path, base, **hub), trusting(path, base, **kwargs)
     config = AutoConfig.from_pretrained(base, **hub)
+    require_readable(config, path, "draft")
     if quantization is not None and getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
@@ -301,6 +302,18 @@ def remedy(config: PretrainedConfig, kwargs: dict[str, Any]) -> str:
         ". compressed-tensors 0.20 does not read asymmetric 4-bit weights or a packed head that is tied to the embedding; "
         "quantization_config=CompressedTensorsConfig(dequantize=True) unpacks the weights while they are loaded"
     )
+
+
+def require_readable(config: PretrainedConfig, path: str, role: str) -> None:
+    """Raise ValueError for a checkpoint that is quantized for MLX, whose weights transformers (5.23) does not read.
+
+    config: the checkpoint's. path, role: for the message."""
+    method = getattr(config, "quantization_config", None)
+    if isinstance(method, dict) and "quant_method" not in method and {"bits", "group_size"} <= method.keys():
+        raise ValueError(
+            f"{role}: {path!r} is quantized for MLX, which transformers does not read; use the original or another "
+            "quantization of it, or unpack this one (mlx_lm.convert --dequantize)"
+        )
 
 
 def require_whole_head(model: PreTrainedModel) -> None:

@@ -22,6 +22,7 @@ from ...loading.adapters import base_path
 from ...loading.classes import auto_class
 from ...loading.files import headers
 from ...loading.gguf import named_in, read_config
+from ...loading.quantization import require_readable
 from ...methods.shared import registry
 from ...methods.shared.base import Spec
 
@@ -89,6 +90,7 @@ class Shapes:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
             raise type(error)(f"{role}: {path!r} has no config that can be read: {_said(error)}") from error
+        require_readable(config, path, role)
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         draft = None

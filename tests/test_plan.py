@@ -446,16 +446,27 @@ def test_weights_that_are_unpacked(folder: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_mlx_is_named(folder: Path, tmp_path: Path) -> None:
     """As mlx_lm.convert (0.32) writes it: its field has the name that transformers reads, and no method."""
-    mlx = str(quantized_config(folder, tmp_path, {"group_size": 64, "bits": 4, "mode": "affine"}))
-    shutil.copy(folder / "model.safetensors", tmp_path)
+    require_refused(folder, tmp_path, {"group_size": 64, "bits": 4, "mode": "affine"}, "is quantized for MLX, which")
+
+
+def test_a_quantization_that_transformers_does_not_know(folder: Path, tmp_path: Path) -> None:
+    """transformers (5.23) reads the weights of ModelOpt's FP8 without their scales."""
+    require_refused(
+        folder, tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, "is quantized by 'modelopt', which"
+    )
+
+
+def require_refused(folder: Path, where: Path, method: dict[str, Any], said: str) -> None:
+    packed = str(quantized_config(folder, where, method))
+    shutil.copy(folder / "model.safetensors", where)
     for role, call in (
-        ("target", lambda: plan(mlx, memory="8GB")),
-        ("draft", lambda: plan(str(folder), mlx, memory="8GB")),
-        ("target", lambda: AssistedModelForCausalLM.from_pretrained(mlx)),
-        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=mlx)),
-        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=mlx, draft_quantization="int8")),
+        ("target", lambda: plan(packed, memory="8GB")),
+        ("draft", lambda: plan(str(folder), packed, memory="8GB")),
+        ("target", lambda: AssistedModelForCausalLM.from_pretrained(packed)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=packed)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=packed, draft_quantization="int8")),
     ):
-        with pytest.raises(ValueError, match=rf"^{role}: .* is quantized for MLX, which transformers does not read"):
+        with pytest.raises(ValueError, match=rf"^{role}: .* {said}"):
             call()
 
 

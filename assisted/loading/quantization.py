@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -305,14 +305,22 @@ def remedy(config: PretrainedConfig, kwargs: dict[str, Any]) -> str:
 
 
 def require_readable(config: PretrainedConfig, path: str, role: str) -> None:
-    """Raise ValueError for a checkpoint that is quantized for MLX, whose weights transformers (5.23) does not read.
+    """Raise ValueError for a checkpoint that is quantized for MLX, or by a method that transformers does not know. It would
+    read such weights (5.23: with a line in the log) as ordinary numbers, without their scales.
 
-    config: the checkpoint's. path, role: for the message."""
+    config: the checkpoint's. A method of a repository's own code is left to that. path, role: for the message."""
     method = getattr(config, "quantization_config", None)
     if isinstance(method, dict) and "quant_method" not in method and {"bits", "group_size"} <= method.keys():
         raise ValueError(
             f"{role}: {path!r} is quantized for MLX, which transformers does not read; use the original or another "
             "quantization of it, or unpack this one (mlx_lm.convert --dequantize)"
+        )
+    name = method.get("quant_method") if isinstance(method, dict) else None
+    known = {one.removesuffix("_4bit").removesuffix("_8bit") for one in AUTO_QUANTIZATION_CONFIG_MAPPING}
+    if isinstance(name, str) and name not in known and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"{role}: {path!r} is quantized by {name!r}, which this version of transformers does not know, so that it would "
+            "read the weights without their scales; use the original or another quantization of it"
         )
 
 

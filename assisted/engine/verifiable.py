@@ -58,8 +58,8 @@ _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weak
 _NAMES = (
     "apertus arcee biogpt codegen cohere cohere2 dbrx deepseek_v2 deepseek_v3 diffllama ernie4_5 exaone4 falcon gemma gemma2 "
     "gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe "
-    "helium hunyuan_v1_dense jetmoe llama llama4_text minimax_m2 ministral mistral mixtral mpt nanochat nemotron olmo olmo2 "
-    "olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
+    "helium hunyuan_v1_dense jetmoe llama llama4_text mellum minimax_m2 ministral mistral mixtral mpt nanochat nemotron olmo "
+    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
     "bloom xglm"
 )
 TESTED = frozenset(_NAMES.split())

@@ -44,7 +44,7 @@ from .core.drafts import Round
 from .core.host import now
 from .core.lossy import LossyTypical
 from .core.report import Recorder, Report
-from .engine.libraries import CACHE, with_cache_renamed
+from .engine.libraries import CACHE, compiled_part, with_cache_renamed
 from .engine.parts import few_ids, uncompiled, unwrapped
 from .engine.pool import SessionPool, require_pool
 from .engine.prepared import CallSettings
@@ -249,10 +249,11 @@ class AssistedModelForCausalLM(ForwardsToTarget):
                 f"target: a loaded causal LM is expected, got {target!r}; from_pretrained takes Hub ids and folders"
             )
         target = uncompiled(target)
-        if getattr(target, "_compiled_call_impl", None) is not None:
+        if (part := compiled_part(target)) is not None:
+            what = f"its part {part} was compiled" if part else "it was compiled in place (target.compile())"
             warnings.warn(
-                "target: it was compiled in place (target.compile()), so each number of drafted tokens compiles it again. "
-                'Leave that out: fast="compile" compiles the forward passes that run here.',
+                f"target: {what}, so each number of drafted tokens compiles it again. Leave that out: "
+                'fast="compile" compiles the forward passes that run here.',
                 stacklevel=2,
             )
         tokenizers = tokenizer, draft_tokenizer

@@ -24,11 +24,19 @@ from .engine.parts import device_of
 from .engine.traits import Traits
 from .engine.verifiable import require_verifiable
 from .extras import DTYPES
-from .loading.adapters import base_path, has_adapter, require_in_layers, save_adapter, trusting
+from .loading.adapters import base_path, has_adapter, require_in_layers, restore_magnitudes, save_adapter, trusting
 from .loading.classes import auto_class
 from .loading.files import copy_processor, inside, loading, require_sound, write_index
 from .loading.gguf import named_in, place_of, read_config, unmarked
-from .loading.quantization import load_from_gguf, remedy, require_whole_head, save_target, unpack, with_recorded
+from .loading.quantization import (
+    load_from_gguf,
+    remedy,
+    require_readable,
+    require_whole_head,
+    save_target,
+    unpack,
+    with_recorded,
+)
 from .loading.vocabulary import find_tokenizer
 from .methods import Drafter, Spec, Target
 
@@ -110,9 +118,10 @@ def load(
         kwargs = {name: value for name, value in kwargs.items() if name not in ("revision", "subfolder")}
     else:
         kwargs["config"] = config
+    require_readable(config, path, "target")
     settings = parsed(draft, draft_length)
     kwargs = trusting(path, base, **_with_dtype(config, kwargs))
-    of_file, origin = dict[str, Any](), path
+    of_file, origin = dict[str, Any](), base  # an adapter's folder holds none of the base model's heads
     if gguf_file is not None:
         target = load_from_gguf(path, gguf_file, *model_args, **kwargs)
         of_file = {"gguf_file": gguf_file, **_only(kwargs, "subfolder")}
@@ -122,6 +131,7 @@ def load(
             kind, own = auto_class(config.target if saved else config), _only(kwargs, "trust_remote_code")
             kwargs = with_recorded(AutoConfig.from_pretrained(base, **own) if saved else config, kwargs)
             target = kind.from_pretrained(path, *model_args, **kwargs)
+            restore_magnitudes(target, path, "target", **for_adapter)
     side = padding_side(target)
     found = tokenizer or find_tokenizer(path, **hub, **of_file, **side)
     if found is None and base != path:

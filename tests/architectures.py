@@ -166,6 +166,7 @@ ARCHITECTURES = [
     _entry("glm4_moe", **ROUTED),
     _entry("nemotron"),
     _entry("exaone4", about=MIXED, **MIXED_LAYERS),
+    _entry("mellum", about=MIXED, num_mtp_layers=1, **MIXED_LAYERS),
     _entry("ernie4_5"),
     _entry("seed_oss"),
     _entry("hunyuan_v1_dense"),

@@ -150,11 +150,30 @@ def test_compiled_models(name: str, rows: int) -> None:
     given = given if isinstance(given, nn.Module) else target
     own = half_right(build(BY_NAME["llama"]))
     draft = torch.compile(own, backend="eager") if name == "whole" else own
-    with pytest.warns(UserWarning, match="compiled in place") if name == "in place" else nullcontext():
+    said = {
+        "in place": "compiled in place",
+        "layers": r"part model\.layers\.0 was",
+        "a submodule": r"part model\.layers\.0\.mlp was",
+    }
+    with pytest.warns(UserWarning, match=said[name]) if name in said else nullcontext():
         model = AssistedModelForCausalLM.from_models(given, draft=draft, draft_length=4)
     assert model.target is target and model.drafter.model is own
     with torch.compiler.set_stance(
         "default" if name == "a submodule" else "force_eager"
     ):  # torch takes seconds to compile
         assert compared(given, model, **LONG | batch(target, rows) | {"max_new_tokens": 8})[1] == OWN
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:target. its part")
+def test_drafts_of_the_layers_of_a_compiled_part() -> None:
+    """Drafts that run some of its layers are refused, and so is a quantized copy, which would get random weights."""
+    target = build(BY_NAME["llama"])
+    target.model = torch.compile(target.model, backend="eager")
+    for draft, said in (
+        ("early-exit:1", r"draft: early exit .*model\._orig_mod\.layers\) are in a result of torch\.compile"),
+        ("self:int8", r"quantization: a part of the model is a result of torch\.compile.*_orig_mod"),
+    ):
+        with torch.compiler.set_stance("force_eager"), pytest.raises(ValueError, match=said):
+            AssistedModelForCausalLM.from_models(target, draft=draft)
     torch._dynamo.reset()

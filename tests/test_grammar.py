@@ -21,6 +21,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 from assisted import AssistedModelForCausalLM, Combined, DraftTree, SessionPool, Suffix
 from assisted.distribution import Distribution
 from assisted.grammars import GrammarProcessor, PrefixProcessor, check_schema
+from assisted.grammars.matcher import LLGuidance
 from assisted.grammars.processor import Grammar, grammar_of
 from assisted.lengths.policies import Never
 from assisted.methods.grammar import FEW, Guesses
@@ -661,6 +662,59 @@ def test_library_masks_after_rollback_are_those_of_fresh_matchers(library, shipp
         fresh = grammar_of(make())
         fresh.begin(start, size)
         assert used.mask(0, tuple(tokens[:count])).equal(fresh.mask(0, tuple(tokens[:count])))
+
+
+class WithoutRollback:
+    """As llguidance.LLMatcher with a grammar of digits that has `max_tokens=` or `stop=`."""
+
+    def __init__(self, tokens=(), error=False):
+        self.tokens, self.error = [*tokens], error
+
+    def deep_copy(self):
+        return WithoutRollback(self.tokens, self.error)
+
+    def try_consume_tokens(self, tokens):
+        self.tokens += tokens if tokens[0] < 10 else []
+        return int(tokens[0] < 10)
+
+    def rollback(self, count):
+        self.error = True
+        return False
+
+    def is_error(self):
+        return self.error
+
+    def is_accepting(self):
+        return False
+
+    is_stopped = is_accepting
+
+
+def test_a_grammar_of_llguidance_that_takes_nothing_back():
+    matcher = LLGuidance(WithoutRollback())
+    assert [matcher.advance(token) for token in (1, 2, 11, 3)] == [True, True, False, True]
+    matcher.rollback(2)
+    assert matcher.advance(4)
+    matcher.settle()
+    assert matcher.advance(5) and matcher.advance(6)
+    matcher.rollback(1)
+    assert (matcher.matcher.tokens, matcher.matcher.error) == ([1, 4, 5], False)
+
+
+@pytest.mark.parametrize("rule", ['stop=";"', "max_tokens=3"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_limits_of_llguidance(rule, rows, shipped):
+    llguidance = pytest.importorskip("llguidance")
+    hf = pytest.importorskip("llguidance.hf")
+    tokens = hf.from_tokenizer(shipped.tokenizer, n_vocab=shipped.config.vocab_size)
+    grammar = llguidance.LLMatcher.grammar_from_lark(f'start: "return " body "!" body\nbody[{rule}]: /.*/')
+    inputs = shipped.tokenizer(PROMPTS[:rows], return_tensors="pt", padding=True, return_token_type_ids=False)
+    call = {**inputs, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    plain, found = (
+        model.generate(**call, logits_processor=[GrammarProcessor(lambda: llguidance.LLMatcher(tokens, grammar))])
+        for model in (shipped.target, shipped)
+    )
+    assert found.equal(plain) and shipped.report.accepted
 
 
 def test_an_invalid_grammar_of_llguidance_is_an_error(shipped):

@@ -257,6 +257,24 @@ def test_a_head_in_the_targets_own_checkpoint(name, tmp_path):
         AssistedModelForCausalLM.from_pretrained(tmp_path / "pair", draft="mtp")
 
 
+def test_a_head_in_the_checkpoint_of_an_adapters_base_model(tmp_path):
+    """The folder of an adapter holds no layers of the base model."""
+    peft = pytest.importorskip("peft")
+    target = build(BY_NAME["qwen3_next"])
+    head = trained_mtp(target)
+    target.save_pretrained(tmp_path / "whole")
+    save_mtp(head, tmp_path / "head")
+    weights = {n: t for folder in ("whole", "head") for n, t in load_file(tmp_path / folder / FILE).items()}
+    save_file(weights, tmp_path / "whole" / FILE, {"format": "pt"})
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    for draft in ("mtp", "auto"):
+        model = AssistedModelForCausalLM.from_pretrained(tmp_path / "adapter", draft=draft, draft_length=3)
+        assert isinstance(model.drafter, MTPDrafter)
+        require_plain(model, **one_and_four(target)[0], **CALL)
+        assert model.report.accepted
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_what_a_plan_reads_of_a_head(number, tmp_path):
     """As many layers as there are, in a folder or in memory; and the errors that loading raises."""

@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], dict[str, str]]]
         QWEN,
         {"mlp.gate.e_score": "mlp.e_score"},
     ),
+    "mellum": ("mellum", {**EXPERTS, "num_experts": E}, QWEN, {}),
     "deepseek_v3": ("deepseek_v3", {**MLA, **ROUTED}, NEXTN, {}),
     "deepseek_v3 dense": ("deepseek_v3", {**MLA, **ROUTED, "first_k_dense_replace": 4}, NEXTN, {}),
     "deepseek_v32": ("deepseek_v32", {**MLA, **ROUTED, **INDEXED, **SPARSE}, NEXTN, {}),
@@ -714,6 +715,17 @@ def test_a_checkpoint_without_mtp_layers(family, tmp_path):
         ("nemotron_h", ["mtp.layers.0.mixer.q_proj.weight"], "mtp_layers_block_type"),
         ("deepseek_v4", ["mtp.0.enorm.weight", "mtp.0.e_proj.weight", "mtp.0.h_proj.weight"], "e_proj, h_proj"),
         ("deepseek_v4", ["mtp.0.attn.wq_a.weight"], "DSpark"),
+        # families that are in no table: transformers 5.23 drafts with their layers (`use_mtp`)
+        (
+            "bailing_hybrid",
+            ["model.layers.4.hnorm.weight", "model.layers.4.enorm.weight"],
+            r"holds model\.layers\.4\.enorm",
+        ),
+        (
+            "inkling",
+            ["model.mtp.layers.0.input_proj.weight"],
+            r"holds model\.mtp\..* not known for a model of type inkling",
+        ),
     ],
 )
 def test_layers_of_another_kind_are_refused_by_name(kind, names, said, tmp_path):

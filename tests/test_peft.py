@@ -11,6 +11,7 @@ import pytest
 import torch
 from architectures import build
 from pairs import BY_NAME, CALL, no_fallback, prompt, tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from assisted import AssistedModelForCausalLM, DraftModel
@@ -75,6 +76,45 @@ def test_a_folder_that_holds_an_adapter_is_a_target(base: Path, adapter: Path) -
     assert pair.tokenizer is not None, "the base model's"
     check(pair, plain)
     pair.target.disable_adapters()
+    check(pair, AutoModelForCausalLM.from_pretrained(base))
+
+
+def dora(base: Path, folder: Path) -> Any:
+    """A DoRA adapter whose magnitudes change the text, and its folder."""
+    model = tuned(base, use_dora=True)
+    with torch.no_grad():
+        for name, magnitudes in model.named_parameters():
+            if "magnitude" in name:
+                magnitudes.mul_(torch.linspace(0.2, 4, magnitudes.numel()).view_as(magnitudes))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_magnitudes_of_dora_are_read(base: Path, tmp_path: Path) -> None:
+    """transformers (5.23, 5.24) reads a DoRA adapter without them (findings/dora_magnitudes.sh)."""
+    plain = dora(base, tmp_path / "adapter")
+    pair = AssistedModelForCausalLM.from_pretrained(tmp_path / "adapter", draft="ngram", draft_length=4)
+    check(pair, plain)
+    pair.save_pretrained(tmp_path / "pair")
+    check(AssistedModelForCausalLM.from_pretrained(tmp_path / "pair", draft_length=4), plain)
+    pair = AssistedModelForCausalLM.from_models(plain, draft=tmp_path / "adapter", draft_length=4)
+    check(pair, plain)
+    assert pair.report.acceptance_rate == 1
+
+
+def test_magnitudes_of_other_modules(base: Path, tmp_path: Path) -> None:
+    dora(base, tmp_path)
+    where = tmp_path / "adapter_model.safetensors"
+    save_file({name.replace("q_proj", "another"): tensor for name, tensor in load_file(where).items()}, where)
+    with pytest.raises(ValueError, match=r"target: the magnitudes of the DoRA adapter .*another.* from_models"):
+        AssistedModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_draft_with_an_adapter_whose_files_lack_something(base: Path, tmp_path: Path) -> None:
+    """What AdaLoRA's files leave out is no random number."""
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10, task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path)
+    pair = AssistedModelForCausalLM.from_pretrained(base, draft=str(tmp_path), draft_length=4)
     check(pair, AutoModelForCausalLM.from_pretrained(base))
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, RECURRENT, Architecture, build, half_right, random_ids
 from covering import over
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
@@ -384,6 +386,100 @@ def test_a_folder_with_a_config_alone(folder: Path, tmp_path: Path, capsys: pyte
     assert found.best.parts == whole.best.parts
     assert main(["plan", str(tmp_path), "--draft", str(tmp_path), "--card", "NVIDIA GeForce RTX 4070 Ti"]) == 0
     assert "counted from the config" in capsys.readouterr().out
+
+
+def test_an_adapter_is_planned_as_its_base_model(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(tmp_path)
+    found = plan(str(tmp_path), memory="8GB", context=64)
+    assert found.best.parts == plan(str(folder), memory="8GB", context=64).best.parts
+    assert found.notes == (f"{tmp_path}: these are the sizes of its base model, {folder}, without the adapter.",)
+    assert str(tmp_path) in found.line
+
+
+def in_fp8(folder: Path, where: Path) -> Path:
+    """The same model in FP8 with a scale for each square of 128."""
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            tensors[name] = weight.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones([size // 128 for size in weight.shape])
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+    return quantized_config(folder, where, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+
+
+def quantized_config(folder: Path, where: Path, method: dict[str, Any]) -> Path:
+    fields = json.loads((folder / "config.json").read_text()) | {"quantization_config": method}
+    (where / "config.json").write_text(json.dumps(fields))
+    return where
+
+
+def test_weights_that_are_unpacked(folder: Path, tmp_path: Path) -> None:
+    """transformers (5.23) unpacks FP8 where there are no products for it: the model is then an ordinary one, of which copies
+    are made."""
+    packed = str(in_fp8(folder, tmp_path))
+    found = plan(packed, "self:int8", device="cpu", context=64)
+    loaded = AutoModelForCausalLM.from_pretrained(packed, dtype="auto")
+    assert found.candidates[0].parts == plan(str(folder), "self:int8", device="cpu", context=64).candidates[0].parts
+    assert {part.name: part.bytes for part in found.best.parts}["target: weights"] == memory_bytes(
+        loaded, buffers=False
+    )
+    assert any("(fp8) are unpacked" in note for note in found.notes)
+    for name, fits in (("3090", False), ("A100 80GB", False), ("4090", True), ("H100", True)):
+        sizes = [
+            part.bytes for part in plan(packed, card_name=name, context=64).best.parts if part.name == "target: weights"
+        ]
+        assert (sizes == [Shapes.read(packed).stored]) is fits
+    with pytest.raises(
+        ValueError, match=r"draft: 'self:nf4' is a quantized copy of the target, .* quantized already \(fp8\)"
+    ):
+        plan(packed, "self:nf4", card_name="4090", context=64)
+    quantized_config(folder, tmp_path, {"quant_method": "compressed-tensors"})  # unpacked in modules of its own
+    for device in ("cpu", "cuda"):
+        use = Use(device=device, dtype=torch.bfloat16)
+        counted = parts(Shapes.read(packed), parse("suffix"), use)
+        assert {part.name: part.bytes for part in counted}["target: weights"] == memory_bytes(loaded, buffers=False)
+        assert "copies of weights for fast products" not in {part.name for part in counted}
+
+
+def test_a_checkpoint_of_mlx_is_named(folder: Path, tmp_path: Path) -> None:
+    """As mlx_lm.convert (0.32) writes it: its field has the name that transformers reads, and no method."""
+    require_refused(folder, tmp_path, {"group_size": 64, "bits": 4, "mode": "affine"}, "is quantized for MLX, which")
+
+
+def test_a_quantization_that_transformers_does_not_know(folder: Path, tmp_path: Path) -> None:
+    """transformers (5.23) reads the weights of ModelOpt's FP8 without their scales."""
+    require_refused(
+        folder, tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"}, "is quantized by 'modelopt', which"
+    )
+
+
+def require_refused(folder: Path, where: Path, method: dict[str, Any], said: str) -> None:
+    packed = str(quantized_config(folder, where, method))
+    shutil.copy(folder / "model.safetensors", where)
+    for role, call in (
+        ("target", lambda: plan(packed, memory="8GB")),
+        ("draft", lambda: plan(str(folder), packed, memory="8GB")),
+        ("target", lambda: AssistedModelForCausalLM.from_pretrained(packed)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=packed)),
+        ("draft", lambda: AssistedModelForCausalLM.from_pretrained(folder, draft=packed, draft_quantization="int8")),
+    ):
+        with pytest.raises(ValueError, match=rf"^{role}: .* {said}"):
+            call()
+
+
+def test_a_quantized_config_alone(folder: Path, tmp_path: Path) -> None:
+    quantized_config(folder, tmp_path, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(
+        ValueError, match=r"target: .* is quantized \(gptq\), and its config does not tell .* no \*.safetensors"
+    ):
+        plan(str(tmp_path), memory="8GB")
+    shapes = Shapes.of_config(AutoConfig.from_pretrained(tmp_path), "some/model-GPTQ")
+    assert any(
+        "some/model-GPTQ: its weights are counted as if they were not quantized (gptq)" in n for n in plan(shapes).notes
+    )
 
 
 def test_variants_that_are_alike_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

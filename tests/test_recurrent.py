@@ -670,6 +670,23 @@ def test_a_forward_that_fails_is_a_reason():
         hook.remove()
 
 
+def test_a_target_that_does_not_run_at_all_is_said_to():
+    """As some quantized hybrids, whose error has nothing to do with drafts."""
+    model = build(BY_NAME["qwen3_next"])
+
+    def fail(*args):
+        raise TypeError("no kernel for 16 outputs")
+
+    hook = model.model.layers[0].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(
+            ValueError, match=r"does not run, with or without drafts \(TypeError: no kernel for 16 outputs\)"
+        ):
+            AssistedModelForCausalLM.from_models(model)
+    finally:
+        hook.remove()
+
+
 def test_a_target_that_was_moved_or_cast_is_tried_again(monkeypatch):
     target = build(BY_NAME["lfm2"])
     model = AssistedModelForCausalLM.from_models(target, draft=build(ARCHITECTURES[0]))

@@ -278,6 +278,13 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
+def compiled_part(model: nn.Module) -> str | None:
+    """The name of the first part of a model that is compiled, in place or by `torch.compile(part)`; None if none is. The name
+    of the model itself is empty."""
+    named = model.named_modules()
+    return next((n for n, one in named if "_orig_mod" in one._modules or one._compiled_call_impl is not None), None)
+
+
 def global_hooks() -> list[Any]:
     """The hooks that run around the forward of every module."""
     tables = (getattr(nn.modules.module, f"_global_forward_{kind}", {}) for kind in ("hooks", "pre_hooks"))

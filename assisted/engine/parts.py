@@ -223,6 +223,8 @@ def find_layers(model: PreTrainedModel) -> Layers:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     for name in sorted(lists, key=lambda name: name.count(".")):
+        if "_orig_mod" in name:
+            raise ValueError(f"its layers ({name}) are in a result of torch.compile; leave that out")
         seen: list[tuple[Any, Form]] = []
         path = tuple(name.split("."))
         own = list(model.get_submodule(name).children())

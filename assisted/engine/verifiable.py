@@ -26,7 +26,7 @@ from .hooks import looked_over
 from .libraries import CACHE, RESETS_ANGLES, cannot_draft, without_gradients
 from .masks import Masks
 from .needs import NOTHING, Needs
-from .parts import device_of, unwrapped
+from .parts import device_of, few_ids, unwrapped
 from .prepared import PreparedModule
 from .recurrent import RecurrentCache, RecurrentModel, slots_for, target_runner
 from .session import go_on
@@ -58,8 +58,8 @@ _TRIED: weakref.WeakKeyDictionary[torch.nn.Module, dict[Any, str | None]] = weak
 _NAMES = (
     "apertus arcee biogpt codegen cohere cohere2 dbrx deepseek_v2 deepseek_v3 diffllama ernie4_5 exaone4 falcon gemma gemma2 "
     "gemma3_text gemma3n_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss gptj granite granitemoe "
-    "helium hunyuan_v1_dense jetmoe llama llama4_text minimax_m2 ministral mistral mixtral mpt nanochat nemotron olmo olmo2 "
-    "olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
+    "helium hunyuan_v1_dense jetmoe llama llama4_text mellum minimax_m2 ministral mistral mixtral mpt nanochat nemotron olmo "
+    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2 "
     "bloom xglm"
 )
 TESTED = frozenset(_NAMES.split())
@@ -67,12 +67,28 @@ TESTED = frozenset(_NAMES.split())
 
 
 def require_verifiable(model: PreTrainedModel) -> None:
-    """Raise ValueError with the reason if a target cannot verify drafts; see `obstacle_to`."""
+    """Raise ValueError with the reason if a target cannot verify drafts, see `obstacle_to`, or does not run at all."""
     model = unwrapped(model)  # the model inside an adapter's wrapper is what runs
     require_verifiable_cache(model)
     reason = obstacle_to(model, trust(model))
     if reason is not None:
+        _require_forward(model)
         raise ValueError(f"target: {reason}. Generate with the model itself, or choose another target.")
+
+
+@torch.no_grad()
+def _require_forward(model: PreTrainedModel) -> None:
+    """Raise ValueError with a model's own error if it does not run without drafts, either, as some quantized ones."""
+    try:
+        if not Traits.of(model).crosses:
+            model(input_ids=few_ids(model), use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"target: {type(model).__name__} does not run, with or without drafts ({type(error).__name__}: {error}); check its "
+            "quantization and its dtype"
+        ) from error
 
 
 def obstacle_to(model: PreTrainedModel, trusted: Trust, needs: Needs = NOTHING, replaces: bool = True) -> str | None:

@@ -176,9 +176,12 @@ class XGrammar(Matcher):
 
 
 class LLGuidance(Matcher):
-    """llguidance.LLMatcher. What it takes back does not always include an end token, so those are read by a copy."""
+    """llguidance.LLMatcher. What it takes back does not always include an end token, so those are read by a copy. It takes back
+    nothing in grammars with `max_tokens=` or `stop=` (1.9), so there, copies read all tokens.
+    """
 
     ended = False  # type: ignore[assignment]
+    takes_back: bool | None = None  # None before the first token, as only then it can be tried
 
     def __init__(self, matcher: Any):
         self.matcher = matcher
@@ -193,7 +196,7 @@ class LLGuidance(Matcher):
         before, matcher = None, self.matcher
         if matcher.is_error():
             return False
-        if matcher.is_accepting():
+        if matcher.is_accepting() or not self.takes_back:
             before, matcher = matcher, matcher.deep_copy()
         if matcher.is_stopped():  # an end token is all that may follow, and changes nothing
             if token not in unpacked(self.allowed(0)).nonzero():
@@ -201,6 +204,10 @@ class LLGuidance(Matcher):
             self.ended = True  # type: ignore[misc]
         elif matcher.try_consume_tokens([token]) != 1:
             return False
+        elif self.takes_back is None:
+            trial = matcher.deep_copy()
+            trial.rollback(1)
+            self.takes_back = not trial.is_error()
         self.matcher = matcher
         self.before.append(before)
         return True

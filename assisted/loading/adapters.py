@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
 from torch import nn
 from transformers.utils import find_adapter_config_file, is_peft_available
 
@@ -15,6 +16,8 @@ from .files import copy_files, fields_of, of_hub, write_json
 
 _CONFIG = "adapter_config.json"
 _AROUND = ("POLY", "SHADOW", "XLORA")  # adapter types whose wrapper takes part in every forward pass
+MADE_BY_PEFT = ".ranknum.default"
+"""The end of the names of what AdaLoRA's files leave out."""
 _REMEDY = "merge it (merge_and_unload()) and use the merged model"
 
 
@@ -72,6 +75,29 @@ def outside_layers(model: nn.Module) -> str | None:
         if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None) or kind in _AROUND:
             return f"its adapter {name!r} ({type(config).__name__}) works outside the model's layers"
     return None
+
+
+def restore_magnitudes(model: nn.Module, path: str, role: str, **hub: Any) -> set[str]:
+    """Read the magnitudes of a DoRA adapter that `from_pretrained` of a model has read from its path. Their names in peft's
+    files lack `.weight`, so that transformers (5.23, 5.24) leaves them as they were made, with a table in the log.
+
+    role, hub: as for `base_path`. Returns the names of the parameters. Raises ValueError if the model has others.
+    """
+    config = find_adapter_config_file(path, **of_hub(hub)) if has_adapter(model) else None
+    if config is None or not fields_of(Path(config)).get("use_dora"):
+        return set()
+    own, found = dict(model.named_parameters()), set[str]()
+    for name, magnitudes in load_file(Path(config).with_name("adapter_model.safetensors")).items():
+        if name.endswith("lora_magnitude_vector"):
+            place = f"{name.removeprefix('base_model.model.')}.default.weight"
+            if place not in own or own[place].is_meta:
+                raise ValueError(
+                    f"{role}: the magnitudes of the DoRA adapter at {path!r} ({name}) are not read by transformers; load both "
+                    "with peft and pass the result to from_models"
+                )
+            own[place].data.copy_(magnitudes)
+            found.add(place)
+    return found
 
 
 def require_in_layers(model: nn.Module, role: str) -> None:

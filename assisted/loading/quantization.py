@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..engine.cross import Encoded, alone, is_encoder_decoder
 from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, try_out, unwrapped
-from .adapters import base_path, copy_adapter, has_adapter, save_adapter, trusting
+from .adapters import MADE_BY_PEFT, base_path, copy_adapter, has_adapter, restore_magnitudes, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
 from .classes import auto_class
 from .files import copy_files, of_hub
@@ -114,6 +114,7 @@ def load_quantized(
     base = base_path(path, "draft", **hub)
     hub, kwargs = trusting(path, base, **hub), trusting(path, base, **kwargs)
     config = AutoConfig.from_pretrained(base, **hub)
+    require_readable(config, path, "draft")
     if quantization is not None and getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"quantization: the model at {path!r} is quantized already; leave quantization out")
     if quantization is None:
@@ -126,7 +127,8 @@ def load_quantized(
         kwargs["quantization_config"] = _guarded(method, shapes)
     kind = auto_class(config)
     model, found = kind.from_pretrained(path, dtype=dtype, device_map=device_map, output_loading_info=True, **kwargs)
-    if lacking := sorted(found["missing_keys"]):
+    made = restore_magnitudes(model, path, "draft", **hub)
+    if lacking := sorted(name for name in {*found["missing_keys"]} - made if not name.endswith(MADE_BY_PEFT)):
         names = ", ".join(lacking[:3]) + (f" and {len(lacking) - 3} more" if len(lacking) > 3 else "")
         raise ValueError(
             f"draft: the checkpoint at {path!r} lacks {names}, which would be random numbers; download it again, or check "
@@ -159,6 +161,11 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
     model = unmarked(model)
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
+    if name := next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None):
+        raise ValueError(
+            f"quantization: a part of the model is a result of torch.compile, and a copy finds no weights under its names "
+            f"({name}); leave that out, or use another draft"
+        )
     if any(weight.is_meta for weight in model.parameters()):
         raise ValueError("quantization: part of the model is offloaded; load it into memory, or use another draft")
     method = resolve(quantization, model.dtype, model.device.type)
@@ -295,6 +302,26 @@ def remedy(config: PretrainedConfig, kwargs: dict[str, Any]) -> str:
         ". compressed-tensors 0.20 does not read asymmetric 4-bit weights or a packed head that is tied to the embedding; "
         "quantization_config=CompressedTensorsConfig(dequantize=True) unpacks the weights while they are loaded"
     )
+
+
+def require_readable(config: PretrainedConfig, path: str, role: str) -> None:
+    """Raise ValueError for a checkpoint that is quantized for MLX, or by a method that transformers does not know. It would
+    read such weights (5.23: with a line in the log) as ordinary numbers, without their scales.
+
+    config: the checkpoint's. A method of a repository's own code is left to that. path, role: for the message."""
+    method = getattr(config, "quantization_config", None)
+    if isinstance(method, dict) and "quant_method" not in method and {"bits", "group_size"} <= method.keys():
+        raise ValueError(
+            f"{role}: {path!r} is quantized for MLX, which transformers does not read; use the original or another "
+            "quantization of it, or unpack this one (mlx_lm.convert --dequantize)"
+        )
+    name = method.get("quant_method") if isinstance(method, dict) else None
+    known = {one.removesuffix("_4bit").removesuffix("_8bit") for one in AUTO_QUANTIZATION_CONFIG_MAPPING}
+    if isinstance(name, str) and name not in known and not hasattr(config, "auto_map"):
+        raise ValueError(
+            f"{role}: {path!r} is quantized by {name!r}, which this version of transformers does not know, so that it would "
+            "read the weights without their scales; use the original or another quantization of it"
+        )
 
 
 def require_whole_head(model: PreTrainedModel) -> None:

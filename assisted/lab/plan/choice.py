@@ -15,9 +15,10 @@ from ...methods import DraftModel, parse
 from ...methods.shared.base import Spec
 from .devices import Device, bytes_of, card, here
 from .shapes import Shapes
-from .sizes import Part, Speed, Use, parts, predict, weight_bytes
+from .sizes import Part, Speed, Use, is_unpacked, parts, predict, still_quantized, weight_bytes
 
 GB = 10**9
+_UNPACKED = "its weights ({}) are unpacked on this device and take the memory of ordinary ones"
 ALIKE = 1.05  # the most memory over the least, of variants that one line describes if all fit
 _LOWER = {"cuda": ("int8", "nf4"), "cpu": ("int8", "int4")}
 """What a target is quantized to if it does not fit; its output is then the quantized model's."""
@@ -240,7 +241,7 @@ def plan(
         place = place if held is None else replace(place, memory=held)
     shapes = target if isinstance(target, Shapes) else Shapes.read(target, "target", trust_remote_code)
     half = torch.bfloat16 if place.kind == "cuda" else shapes.model.dtype
-    use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast)
+    use = Use(context, rows, drafted, dtype or half, place.kind, quantization, draft_quantization, fast, place.fp8)
     draft = shapes.draft if draft is None else draft
     their_draft = draft if isinstance(draft, Shapes) else None
     if their_draft is not None:
@@ -250,13 +251,20 @@ def plan(
         models = [getattr(one, "model", None) for one in spec.parts() if one.quantizes == "model"]
         path = next((model for model in models if isinstance(model, str)), None)
         their_draft = None if path is None else Shapes.read(path, "draft", trust_remote_code)
-    wanted = _named(draft)
+    wanted, kept = _named(draft), still_quantized(shapes, use)
+    if kept is not None and any(one.quantizes == "target" for one in spec.parts()):
+        raise ValueError(
+            f"draft: {wanted!r} is a quantized copy of the target, and {shapes.name!r} is quantized already ({kept}); choose "
+            "another draft, or plan the original"
+        )
     found = tuple(
         _candidate(shapes, one, name, replace(use, quantization=how, draft_quantization=low), their_draft, place)
         for how, one, name, low in _variants(shapes, spec, wanted, use)
     )
     fitting = [index for index, one in enumerate(found) if one.fits]
-    notes = tuple(f"{one.name}: {one.note}." for one in (shapes, their_draft) if one is not None and one.note)
+    models_of = [one for one in (shapes, their_draft) if one is not None]
+    notes = tuple(f"{one.name}: {one.note}." for one in models_of if one.note)
+    notes += tuple(f"{one.name}: {_UNPACKED.format(one.quantized)}." for one in models_of if is_unpacked(one, use))
     if draft_window is not None:
         notes += ("Before the window applies, the draft reads the whole prompt, which takes more for a moment.",)
     download = None if Path(zoo.resolve(shapes.name)).exists() else shapes.stored
@@ -299,7 +307,7 @@ def _candidate(shapes: Shapes, spec: Spec, name: str, use: Use, draft: Shapes | 
     how = None if use.quantization is None else placed(use.quantization, use.device)
     found = parts(shapes, spec, replace(use, quantization=how), draft, place.memory)
     total = sum(part.bytes for part in found)
-    weights = weight_bytes(shapes, how, use.dtype or shapes.model.dtype)
+    weights = weight_bytes(shapes, use, how, use.dtype or shapes.model.dtype)
     of_draft = [part for part in found if part.name.startswith("draft: ")]
     drafts = sum(part.bytes for part in of_draft if not part.name.endswith(("values", "states")))
     states = sum(part.bytes for part in found if part.name == "target: keys and values") // (2 * use.rows)

@@ -21,6 +21,7 @@ class Device:
     memory: int  # bytes that are free
     bandwidth: tuple[float, float]  # of its memory
     bus: tuple[float, float] = (6e9, 25e9)  # from main memory: PCIe 3.0 pageable to 4.0 pinned
+    fp8: bool = True  # it multiplies in FP8 (compute capability 8.9); for others, transformers unpacks such weights
 
 
 # Memory in GB and bandwidth in GB/s, from the data sheets of NVIDIA; those of the Ti and Super cards are listed in
@@ -53,6 +54,7 @@ CARDS = {
     "H100": (80, 3350),
     "H200": (141, 4800),
 }
+_BEFORE_FP8 = ("RTX 30", "T4", "A10")  # A100 included
 _REACHED = (0.55, 0.9)  # of a data sheet's bandwidth, by passes over one token
 _UNKNOWN = (250e9, 1000e9)  # cards of 8 to 24 GB
 _HOST = (15e9, 80e9)  # main memory, two channels
@@ -81,7 +83,7 @@ def card(name: str | None, memory: int | None) -> Device:
         raise ValueError(f"card: {name!r} is not in the list ({', '.join(CARDS)}); give --vram instead")
     size, rate = CARDS[key]
     low, high = (share * rate * 1e9 for share in _REACHED)
-    return Device(key, "cuda", memory or size * GB, (low, high))
+    return Device(key, "cuda", memory or size * GB, (low, high), fp8=not key.startswith(_BEFORE_FP8))
 
 
 def _short(name: str) -> str:
@@ -95,7 +97,8 @@ def here(kind: str | None = None) -> Device:
         free, _ = torch.cuda.mem_get_info()
         name = torch.cuda.get_device_name()
         match = max((key for key in CARDS if _short(key) in _short(name)), key=len, default=None)
-        return Device(name, "cuda", free, card(match, free).bandwidth if match else _UNKNOWN)
+        bandwidth = card(match, free).bandwidth if match else _UNKNOWN
+        return Device(name, "cuda", free, bandwidth, fp8=torch.cuda.get_device_capability() >= (8, 9))
     if kind == "cuda":
         raise ValueError("device: there is no CUDA device here; name a card or give its memory")
-    return Device("this machine's main memory", "cpu", free_memory(), _HOST)
+    return Device("this machine's main memory", "cpu", free_memory(), _HOST, fp8=False)

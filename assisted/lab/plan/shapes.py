@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from ... import zoo
 from ...configuration import AssistedConfig
 from ...engine.libraries import chooses_experts
 from ...engine.parts import cache_argument
+from ...loading.adapters import base_path
 from ...loading.classes import auto_class
 from ...loading.files import headers
 from ...loading.gguf import named_in, read_config
+from ...loading.quantization import require_readable
 from ...methods.shared import registry
 from ...methods.shared.base import Spec
 
@@ -54,7 +56,8 @@ class Shapes:
         """The shapes of a model that is named.
 
         Args:
-            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded.
+            path: a Hub id, a folder, a `zoo:` name or a GGUF file. Of a Hub id, the config and the headers are downloaded. Of a
+                folder with a PEFT adapter, the base model is read.
             role: the argument that named it, for messages.
             trust_remote_code: run code that comes with the checkpoint to build its modules.
             hub: `revision` and `token`, for the Hub.
@@ -70,6 +73,10 @@ class Shapes:
             return Shapes(
                 path, _on_meta(read_config(folder, gguf)), Path(gguf).stat().st_size, note="dequantized from GGUF"
             )
+        if Path(folder).is_dir() and (base := base_path(folder, role)) != folder:
+            found = Shapes.read(base, role)
+            told = f"these are the sizes of its base model, {base}, without the adapter"
+            return replace(found, name=path, note=f"{told}; {found.note}" if found.note else told)
         if not Path(folder).exists() and (why := _refused(folder, hub)) is not None:
             cached = try_to_load_from_cache(folder, "config.json", revision=hub.get("revision"))
             if isinstance(cached, str):
@@ -83,6 +90,7 @@ class Shapes:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, **hub)
         except (OSError, ValueError) as error:
             raise type(error)(f"{role}: {path!r} has no config that can be read: {_said(error)}") from error
+        require_readable(config, path, role)
         if config.is_encoder_decoder:
             raise ValueError(f"{role}: {config.model_type} is an encoder-decoder; only causal LMs can be planned")
         draft = None
@@ -90,13 +98,16 @@ class Shapes:
             draft = registry.read(config.draft, Path(folder))
             folder, config = str(Path(folder) / "target"), config.target
         model = _on_meta(config, trust_remote_code)
-        method = getattr(config, "quantization_config", None)
-        if method is None and Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
+        method = _method_of(config)
+        if Path(folder).is_dir() and not any(Path(folder).glob("*.safetensors")):
+            if method is not None:
+                raise ValueError(
+                    f"{role}: {path!r} is quantized ({method}), and its config does not tell how much its weights take: its "
+                    "folder has no *.safetensors files"
+                )
             counted = "its folder has no *.safetensors files, so that its weights are counted from the config"
             return Shapes(path, model, None, note=counted, draft=draft)
         tensors = headers(folder, path, role, hub).values()
-        if method is not None:
-            method = str(getattr(method, "quant_method", None) or dict(method).get("quant_method"))
         stored = sum(tensor.data_offsets[1] - tensor.data_offsets[0] for tensor in tensors)
         numbers = sum(tensor.parameter_count for tensor in tensors)
         expected = sum(weight.numel() for weight in model.parameters())
@@ -112,8 +123,13 @@ class Shapes:
 
     @staticmethod
     def of_config(config: PretrainedConfig, name: str = "") -> Shapes:
-        """Of a config alone, without looking for weights."""
-        return Shapes(name or config.model_type, _on_meta(config), None)
+        """Of a config alone, without looking for weights. They are counted as those of a model that is not quantized."""
+        note = (
+            f"its weights are counted as if they were not quantized ({method})"
+            if (method := _method_of(config))
+            else ""
+        )
+        return Shapes(name or config.model_type, _on_meta(config), None, note=note)
 
     @property
     def config(self) -> Any:
@@ -173,6 +189,15 @@ def _states(cache: Any) -> States:
     if not per_token and not fixed:
         raise ValueError("the cache is empty")
     return States(tuple(per_token), fixed)
+
+
+def _method_of(config: PretrainedConfig) -> str | None:
+    """How the weights of a checkpoint are quantized; None if they are not."""
+    held = getattr(config, "quantization_config", None)
+    if held is None:
+        return None
+    method = held.get("quant_method") if isinstance(held, dict) else getattr(held, "quant_method", None)
+    return str(getattr(method, "value", method))
 
 
 def _refused(path: str, hub: dict[str, Any]) -> Exception | None:

@@ -56,6 +56,7 @@ class Use:
     quantization: str | None = None  # of the target, a name of `loading.quantization.NAMES`; None keeps the weights
     draft_quantization: str | None = None  # the same for a draft model
     fast: bool = True  # False counts no copies and no captured passes, as `fast="eager"`
+    fp8: bool = True  # the device multiplies in FP8
 
     def __post_init__(self) -> None:
         for name in ("context", "rows", "drafted"):
@@ -74,11 +75,11 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     or that no layer fits, and for trained heads of another target.
     """
     dtype = use.dtype or target.model.dtype
-    found = [Part("target: weights", weight_bytes(target, use.quantization, dtype))]
+    found = [Part("target: weights", weight_bytes(target, use, use.quantization, dtype))]
     states = _of_states(target, use, dtype.itemsize) | {"recurrent states": recurrent_bytes(target, use, verified=True)}
     found += [Part(f"target: {name}", size) for name, size in states.items() if size]
     found += _of_draft(target, spec, draft, use, dtype)
-    if use.fast and use.device == "cpu" and use.quantization is None and target.quantized is None:
+    if use.fast and use.device == "cpu" and use.quantization is None and still_quantized(target, use) is None:
         copies = copy_bytes(target.model, dtype, memory)
         found += [Part("copies of weights for fast products", copies)] if copies else []
     words = target.config.vocab_size
@@ -94,13 +95,28 @@ def parts(target: Shapes, spec: Spec, use: Use, draft: Shapes | None = None, mem
     return found
 
 
-def weight_bytes(shapes: Shapes, quantization: str | None, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights. Those of a quantized checkpoint stay as they are stored."""
-    if shapes.quantized is not None and shapes.stored is not None:
-        if quantization is not None:
-            raise ValueError(
-                f"quantization: {shapes.name!r} is quantized already ({shapes.quantized}); leave quantization out"
-            )
+def still_quantized(shapes: Shapes, use: Use) -> str | None:
+    """The quantization of a loaded model. transformers (5.23) unpacks MXFP4 on a CPU, and FP8 on any device without products in
+    FP8: the model is then an ordinary one."""
+    on_cpu = use.device == "cpu"
+    unpacked = {"mxfp4": on_cpu, "fp8": on_cpu or not use.fp8}.get(shapes.quantized or "", False)
+    return None if unpacked else shapes.quantized
+
+
+def is_unpacked(shapes: Shapes, use: Use) -> bool:
+    """Whether the weights of a quantized checkpoint take what those of an ordinary one take. compressed-tensors (0.20) unpacks
+    them in the first forward pass, on every device, in modules of its own."""
+    return shapes.quantized is not None and still_quantized(shapes, use) in (None, "compressed-tensors")
+
+
+def weight_bytes(shapes: Shapes, use: Use, quantization: str | None, dtype: torch.dtype) -> int:
+    """Bytes of a model's weights. Those of a quantized checkpoint stay as they are stored, or are unpacked. Raises ValueError
+    for a quantization of a model that is quantized already."""
+    if shapes.quantized is not None and quantization is not None:
+        raise ValueError(
+            f"quantization: {shapes.name!r} is quantized already ({shapes.quantized}); leave quantization out"
+        )
+    if shapes.stored is not None and shapes.quantized is not None and not is_unpacked(shapes, use):
         return shapes.stored
     return stored_bytes(shapes.model, quantization, dtype)
 
@@ -149,8 +165,8 @@ def _of_draft(target: Shapes, spec: Spec, draft: Shapes | None, use: Use, dtype:
                 f"draft_window: {window} is not possible, as this draft has recurrent states; leave it out"
             )
         how = use.draft_quantization or (quantization if isinstance(quantization, str) else None)
-        found = {"weights": weight_bytes(draft, how, dtype), **_of_states(draft, use, dtype.itemsize, window)}
-        if use.fast and use.device == "cpu" and how is None and draft.quantized is None:
+        found = {"weights": weight_bytes(draft, use, how, dtype), **_of_states(draft, use, dtype.itemsize, window)}
+        if use.fast and use.device == "cpu" and how is None and still_quantized(draft, use) is None:
             found["copies of weights"] = copy_bytes(draft.model, dtype, None)
         return found
 

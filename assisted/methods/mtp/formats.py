@@ -30,7 +30,7 @@ from ...loading.expanded import grouped
 from ...loading.files import UNLISTED, fields_of, files_by_tensor, headers, loading, local_folder, shapes_of, write_json
 from ..eagle.formats import as_speculators
 from ..shared.files import Checkpoint, Parts, find_folder, pieces, refuse
-from .layouts import BUILT_AS, FAMILIES, GGUF, GGUF_KINDS, REFUSED, SPECULATORS, MTPLayout
+from .layouts import BUILT_AS, FAMILIES, GGUF, GGUF_KINDS, MARKS, REFUSED, SPECULATORS, MTPLayout
 
 _NESTED = ("model.", "model.language_model.", "language_model.model.")  # where a vision model keeps its language model
 COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -253,6 +253,11 @@ def _require_mtp(where: Path, fields: Any, names: Iterable[str], config: Any, la
     layout = layout or _layout_of(fields, config)
     if found := _located(fields, names, layout, config.num_hidden_layers):
         return found
+    if marks := sorted(name for name in names if re.fullmatch(MARKS, name)):
+        raise ValueError(
+            f"draft: {where} holds {marks[0]} and {len(marks) - 1} more tensors of MTP layers, in a layout that is not known "
+            f"for a model of type {config.model_type}"
+        )
     key, count = _announced(fields)
     if layout and count:
         raise ValueError(

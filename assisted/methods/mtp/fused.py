@@ -77,6 +77,8 @@ def _in_two_steps(head: MTPHead, embeddings: Tensor, states: Tensor) -> Tensor:
 
 def mtp_steps(head: MTPHead, other: Any, target: PreTrainedModel) -> HeadSteps | str:
     """Its steps in C in texts of one row, with the embeddings of a target, or why there are none. other: the fused head."""
+    if head.window is not None:
+        return "its attention has a sliding window"
     layer, join, table, dtype = other.layer, other.fc.product.native, other.rotary_emb.table, head.dtype
     product: Any = getattr(target.get_output_embeddings() if head.shares_output else other.output, "run", None)
     output = product.native if isinstance(product, Product) else None

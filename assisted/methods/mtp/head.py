@@ -24,6 +24,7 @@ from .formats import read_mtp, write_mtp
 
 _NORMS = ("embed_norm", "hidden_norm", "end_norm")
 _FULL = ("full_attention", "attention")
+_SLIDING = "sliding_attention"
 _FEW = 3  # columns of a trial run
 
 
@@ -62,8 +63,11 @@ class MTPHead(Head):
             hidden_size=width, vocab_size=traits.vocabulary, taps=(len(layers),), max_position_embeddings=traits.context
         )
         self.register_buffer("d2t", None)
-        self.rotary_emb, kinds = rotary_like(target, _FULL)
-        self._kind = kinds[_FULL[0]]
+        kind = attention_kind(self.layer_config, index)
+        self.rotary_emb, kinds = rotary_like(target, [kind])
+        self._kind = kinds[kind]
+        self.window = self.layer_config.sliding_window if kind == _SLIDING else None
+        self.needs_mask = self.window is not None
         with torch.device("meta"):
             self.layer: Any = _fitting_layer(layers.of(target), self.layer_config, tensors, index)
             self.fc = nn.Linear(2 * width, width, bias=False)
@@ -92,6 +96,10 @@ class MTPHead(Head):
     ) -> torch.Tensor:
         if position_ids is None:
             position_ids = torch.arange(states.shape[1], device=states.device)[None]
+        if self.window is not None:
+            if attention_mask is None:
+                attention_mask = causal(embeddings)
+            attention_mask = only_last(attention_mask, self.window)
         made = self.layer(
             self.fc(torch.cat([self.embed_norm(embeddings), self.hidden_norm(states)], -1)),
             attention_mask=attention_mask,
@@ -189,7 +197,7 @@ class SequentialMTP(Head):
         read = states.split(self.config.hidden_size, -1)
         before = len(self.layers) - len(read)
         if attention_mask is None:
-            attention_mask = embeddings.new_ones(*2 * embeddings.shape[1:2], dtype=torch.bool).tril()[None, None]
+            attention_mask = causal(embeddings)
         made: list[torch.Tensor] = []
         for layer, state in zip(self.layers[before:], read, strict=True):
             if before == 0 and made:
@@ -213,21 +221,31 @@ class SequentialMTP(Head):
             layer.require_runs()
 
 
-def full_attention(config: Any) -> list[int]:
-    """The layers with full attention, by a text config. Raises ValueError if there is none."""
+def attention_kind(config: Any, index: int) -> str:
+    """The attention of an MTP layer, by a text config: full, unless the config says that it is sliding (Mellum). index: of the
+    MTP layer."""
+    kinds = getattr(config, "mtp_layer_types", None) or ()
+    return _SLIDING if kinds[index : index + 1] == [_SLIDING] else _FULL[0]
+
+
+def layers_like(config: Any, index: int) -> list[int]:
+    """The target's layers whose attention is that of an MTP layer, by a text config. index: of the MTP layer. Raises ValueError
+    if there is none."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    found = [index for index, kind in enumerate(kinds or ["attention"] * config.num_hidden_layers) if kind in _FULL]
+    own = attention_kind(config, index)
+    fitting = _FULL if own in _FULL else (own,)
+    found = [place for place, kind in enumerate(kinds or ["attention"] * config.num_hidden_layers) if kind in fitting]
     if not found:
-        raise ValueError("target: none of its layers has full attention, which an MTP head's layer has")
+        raise ValueError(f"target: none of its layers has {own.replace('_', ' ')}, which an MTP head's layer has")
     return found
 
 
 def first_tensors(target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a training starts from: the target's last layer with full attention, its final norm three times, and a fusion that
-    hands on the hidden state. The layer's tensors are the target's own, without gradients."""
+    """What a training starts from: the target's last layer with the attention of an MTP layer, its final norm three times, and
+    a fusion that hands on the hidden state. The layer's tensors are the target's own, without gradients."""
     target = unwrapped(target)
     layers, config = find_layers(target), target.config.get_text_config(decoder=True)
-    layer = layers.of(target)[full_attention(config)[-1]].state_dict()
+    layer = layers.of(target)[layers_like(config, 0)[-1]].state_dict()
     norm = target.get_submodule(".".join(find_final_norm(target, layers))).state_dict()
     like = next(iter(layer.values()))
     eye = torch.eye(config.hidden_size, dtype=like.dtype, device=like.device)
@@ -254,11 +272,12 @@ def save_mtp(head: MTPHead | SequentialMTP, folder: str | Path) -> None:
 
 
 def _fitting_layer(own: Sequence[nn.Module], config: Any, tensors: Mapping[str, torch.Tensor], place: int) -> Any:
-    """A layer as the target's last one with full attention; as its first one if only that has the head's tensors, because the
-    last layers of a target may have experts and its head none. own: the target's layers. place: of its keys in a cache."""
+    """A layer as the target's last one with the same attention; as its first one if only that has the head's tensors, because
+    the last layers of a target may have experts and its head none. own: the target's layers. place: of its keys in a cache."""
     names = {name.removeprefix("layer.") for name in tensors if name.startswith("layer.")}
     found: list[Any] = []
-    for index in (full_attention(config)[-1], full_attention(config)[0]):
+    fitting = layers_like(config, place)
+    for index in (fitting[-1], fitting[0]):
         made = built(type(own[index]), config, index)
         if dict(made.named_children()).keys() != dict(own[index].named_children()).keys():
             raise ValueError(f"target: {type(made).__name__} cannot be built from a config and an index alone")
@@ -276,6 +295,17 @@ def _same_kind(layer: nn.Module, norm: nn.Module) -> nn.Module:
         if type(module) is type(norm) and shapes_by_name(module.state_dict()) == shapes_by_name(norm.state_dict()):
             return module
     raise ValueError(f"target: {type(layer).__name__} has no {type(norm).__name__} like the final norm")
+
+
+def causal(columns: torch.Tensor) -> torch.Tensor:
+    """[1, 1, n, n] bool: each of the columns, [B, n, H], sees itself and those before."""
+    return columns.new_ones(*2 * columns.shape[1:2], dtype=torch.bool).tril()[None, None]
+
+
+def only_last(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """[B or 1, 1, n, m] bool, with the last `window` slots of those that each column sees."""
+    rank = mask.cumsum(-1)
+    return mask & (rank > rank[..., -1:] - window)
 
 
 def without_first(mask: torch.Tensor, count: int) -> torch.Tensor:

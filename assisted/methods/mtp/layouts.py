@@ -97,7 +97,7 @@ SPECULATORS = MTPLayout(
 _ERNIE = MTPLayout(root="model.mtp_", layer="block.{k}.", places=("emb_norm.{k}", "hidden_norm.{k}", "linear_proj.{k}"))
 FAMILIES = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _NEXTN),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "exaone4"), _QWEN),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "exaone4", "mellum"), _QWEN),
     "qwen3_5_moe_text": replace(_QWEN, stacked=True),
     "exaone_moe": replace(_QWEN, names=((r"mlp\.gate\.e_score", "mlp.e_score"),)),
     "hy_v3": replace(
@@ -131,6 +131,8 @@ REFUSED = {
     r"deepseek_v4.* mtp\.": "mtp.* without enorm is a DSpark drafter and not an MTP layer",
 }
 """A model_type and a tensor, and what to say of them."""
+MARKS = r"(.*\.)?(mtp\w*|nextn)\..+|(.*\.)?(enorm|hnorm|eh_proj)\.(\w+\.)?weight"
+"""Names of tensors that tell of MTP layers in a layout that is not in these tables."""
 GGUF = GGUFLayout(
     root="blk.{n}.",
     places=("nextn.enorm", "nextn.hnorm", "nextn.eh_proj", "nextn.shared_head_norm"),

@@ -81,7 +81,8 @@ def _require_forward(model: PreTrainedModel) -> None:
     """Raise ValueError with a model's own error if it does not run without drafts, either, as some quantized ones."""
     try:
         if not Traits.of(model).crosses:
-            model(input_ids=few_ids(model), use_cache=False)
+            with _attributes_kept(model), _buffers_kept(model):
+                model(input_ids=few_ids(model), use_cache=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

@@ -82,7 +82,7 @@ def planned(
         )
     total = -packed
     for one, how in zip(shapes, (use.quantization, None), strict=False):
-        total += weight_bytes(one, how, torch.bfloat16)
+        total += weight_bytes(one, use, how, torch.bfloat16)
         if context:
             total += 2 * context * sum(one.states.per_token) + recurrent_bytes(one, use, verified=one is shapes[0])
     return total

@@ -12,6 +12,7 @@ import copy
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 _LOST: dict[str, str] = {}
 
@@ -273,16 +275,22 @@ def source_of(module: nn.Module) -> Any:
     return getattr(forward, "_torchdynamo_orig_callable", forward)
 
 
+COMPILED = "_orig_mod"
+"""What a result of `torch.compile` calls the module in it."""
+QUANT_METHODS = frozenset(re.sub("_[48]bit$", "", name) for name in AUTO_QUANTIZATION_CONFIG_MAPPING)
+"""The quantizations that this version of transformers knows, as checkpoints name them."""
+
+
 def uncompiled(model: Any) -> Any:
     """The model inside `torch.compile(model)`; the model itself if it is not compiled."""
-    return getattr(model, "_orig_mod", model)
+    return getattr(model, COMPILED, model)
 
 
 def compiled_part(model: nn.Module) -> str | None:
     """The name of the first part of a model that is compiled, in place or by `torch.compile(part)`; None if none is. The name
     of the model itself is empty."""
     named = model.named_modules()
-    return next((n for n, one in named if "_orig_mod" in one._modules or one._compiled_call_impl is not None), None)
+    return next((n for n, one in named if COMPILED in one._modules or one._compiled_call_impl is not None), None)
 
 
 def global_hooks() -> list[Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .libraries import CACHE, CACHE_NAMES, hook_of, source_of, uncompiled
+from .libraries import CACHE, CACHE_NAMES, COMPILED, hook_of, source_of, uncompiled
 
 Form = int | None
 """What a module returns: None for a tensor, or the length of a tuple whose first entry is the tensor."""
@@ -223,7 +223,7 @@ def find_layers(model: PreTrainedModel) -> Layers:
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [name for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
     for name in sorted(lists, key=lambda name: name.count(".")):
-        if "_orig_mod" in name:
+        if COMPILED in name.split("."):
             raise ValueError(f"its layers ({name}) are in a result of torch.compile; leave that out")
         seen: list[tuple[Any, Form]] = []
         path = tuple(name.split("."))

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..engine.cross import Encoded, alone, is_encoder_decoder
-from ..engine.libraries import attention_of, is_wrapper_subclass, storage_key
+from ..engine.libraries import COMPILED, QUANT_METHODS, attention_of, is_wrapper_subclass, storage_key
 from ..engine.parts import few_ids, try_out, unwrapped
 from .adapters import MADE_BY_PEFT, base_path, copy_adapter, has_adapter, restore_magnitudes, save_adapter, trusting
 from .backends import BACKENDS, NAMES, Backend, find, names, placed, replacement
@@ -161,7 +161,7 @@ def quantize_copy(model: PreTrainedModel, quantization: Quantization) -> PreTrai
     model = unmarked(model)
     if _is_quantized(model):
         raise ValueError("quantization: the model is quantized already; quantize a copy of the original")
-    if name := next((name for name, _ in model.named_parameters() if "_orig_mod." in name), None):
+    if name := next((name for name, _ in model.named_parameters() if COMPILED in name.split(".")), None):
         raise ValueError(
             f"quantization: a part of the model is a result of torch.compile, and a copy finds no weights under its names "
             f"({name}); leave that out, or use another draft"
@@ -316,8 +316,7 @@ def require_readable(config: PretrainedConfig, path: str, role: str) -> None:
             "quantization of it, or unpack this one (mlx_lm.convert --dequantize)"
         )
     name = method.get("quant_method") if isinstance(method, dict) else None
-    known = {one.removesuffix("_4bit").removesuffix("_8bit") for one in AUTO_QUANTIZATION_CONFIG_MAPPING}
-    if isinstance(name, str) and name not in known and not hasattr(config, "auto_map"):
+    if isinstance(name, str) and name not in QUANT_METHODS and not hasattr(config, "auto_map"):
         raise ValueError(
             f"{role}: {path!r} is quantized by {name!r}, which this version of transformers does not know, so that it would "
             "read the weights without their scales; use the original or another quantization of it"

@@ -1003,7 +1003,9 @@ def test_what_is_fused(architecture: Any) -> None:
     found = trust(target)
     assert found.is_own
     assert all(map(lambda one, other: one is other, found.code, trust(target).code))
-    assert fused(target).through_parts == (architecture.name in FUSED)
+    # before 5.17, Nemotron's attention has a class for each implementation
+    known = architecture.name in FUSED and not hasattr(sys.modules[type(target).__module__], "NemotronSdpaAttention")
+    assert fused(target).through_parts == known
 
 
 def test_layers_of_sinq_are_a_quantizers(package: Any) -> None:

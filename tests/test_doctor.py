@@ -33,6 +33,7 @@ from assisted.lab.doctor.forecast import (
     expect,
     half_as_wrong,
     marks,
+    spend,
     tree_columns,
 )
 from assisted.lab.doctor.passes import (
@@ -118,6 +119,18 @@ def test_trees_are_seen_by_their_levels() -> None:
     columns = tree_columns(rounds, 4)
     assert columns is not None and columns[0] == 0 and list(columns) == sorted(columns)
     assert columns[-1] == pytest.approx(sum(one.drafted for one in rounds) / len(rounds))
+
+
+def test_what_comes_once_in_a_draft_is_told_from_its_tokens() -> None:
+    """By the time of the first token; drafters that ask for all tokens before they draft any have no such time."""
+    assert Step(4, 4, 2, 3, 5.0, 0, None, 2.0).of_draft == (1.0, 1.0)
+    assert Step(4, 4, 2, 3, 4.0, 0, None, 0.1).of_draft == (0.0, 1.0)
+    assert Step(1, 9, 1, 2, 4.0, 0, (3, 4, 2)).of_draft == (0.0, 4.0)
+    text = (Token(True),) * 8
+    plain, more = (Drafts((text,), COSTS, False, None, once) for once in (0.0, 0.25))
+    for length in (0, 3):
+        one, other = (spend(drafts, text, length) for drafts in (plain, more))
+        assert other.draft == pytest.approx(one.draft + 0.25 * one.passes * (length > 0))
 
 
 def test_marks() -> None:

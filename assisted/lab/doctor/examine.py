@@ -206,7 +206,7 @@ def _diagnosis(draft: str, found: Found, plain: Run, runs: Mapping[str, Run], se
         comparison=found.comparison,
         expected=expected(drafts),
         best=found.best,
-        if_twice_as_fast=highest(replace(drafts, costs=Costs(verify, costs.draft / 2))),
+        if_twice_as_fast=highest(replace(drafts, costs=Costs(verify, costs.draft / 2), once=drafts.once / 2)),
         if_columns_cost_half=highest(replace(drafts, costs=Costs(cheaper, costs.draft))),
         if_half_as_wrong=highest(half_as_wrong(drafts)),
         checks=tuple(checks),

@@ -5,6 +5,7 @@ Knows rounds, lengths by their interface, and costs; knows nothing of models.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,16 @@ class Step:
     draft_seconds: float  # as the package measures them
     verify_seconds: float
     levels: tuple[int, ...] | None = None  # nodes of a tree by depth; None for a chain
+    first_seconds: float = 0.0  # until more than one token was asked for
+
+    @property
+    def of_draft(self) -> tuple[float, float]:
+        """Seconds of what comes once in a draft, such as reading the tokens that were accepted, and of each token."""
+        each = self.draft_seconds / self.asked
+        if self.asked == 1 or self.first_seconds < each:  # asked for all tokens before it drafted any
+            return 0.0, each
+        later = (self.draft_seconds - self.first_seconds) / (self.asked - 1)
+        return max(0.0, self.first_seconds - later), later
 
 
 class Recorded(Length):
@@ -47,7 +58,7 @@ class Recorded(Length):
     def __init__(self, tokens: int, waits: bool = False, costs: Costs | None = None):
         self.tokens, self.needs_q, self.costs = tokens, waits, costs
         self.calls: list[list[Step]] = []
-        self.asked = 0
+        self.asked, self.began, self.first = 0, 0.0, 0.0
         self.last: Round | None = None
 
     def begin(self) -> None:
@@ -58,10 +69,11 @@ class Recorded(Length):
         return self
 
     def budget(self, unfinished: Sequence[int]) -> int:
-        self.asked = 1
+        self.asked, self.began, self.first = 1, time.perf_counter(), 0.0
         return self.tokens
 
     def run_again(self, position: int) -> bool:
+        self.first = self.first or time.perf_counter() - self.began
         self.asked += 1
         return True
 
@@ -80,7 +92,8 @@ class Recorded(Length):
         if round.draft.parents is not None:
             depths = round.draft.depths()[0, : int(round.draft.lengths[0])]
             levels = tuple(torch.bincount(depths, minlength=1)[1:].tolist())
-        self.calls[-1].append(Step(self.asked, *counts, round.draft_seconds, round.verify_seconds, levels))
+        spent = round.draft_seconds, round.verify_seconds
+        self.calls[-1].append(Step(self.asked, *counts, *spent, levels, min(self.first, round.draft_seconds)))
 
 
 @dataclass(frozen=True)
@@ -99,6 +112,7 @@ class Drafts:
     costs: Costs  # seconds of the target's forward passes, and of a drafted token (of a whole draft if `blocks`)
     blocks: bool  # a draft takes the same time for every length
     columns: tuple[float, ...] | None = None  # of trees: mean drafted tokens in a pass by depth of the draft, from 0
+    once: float = 0.0  # seconds that come once in a draft, beside its tokens
 
 
 @dataclass(frozen=True)
@@ -179,6 +193,7 @@ def spend(drafts: Drafts, text: Sequence[Token], length: int) -> Spent:
     """Where the time of one of the texts goes with drafts of this length."""
     costs, rounds = drafts.costs, _walk(text, length)
     draft = costs.draft if drafts.blocks and length else costs.draft * length
+    draft += drafts.once if length else 0.0
     sizes = drafts.columns
     columns = rounds if sizes is None else [round(sizes[min(drafted, len(sizes) - 1)]) for drafted in rounds]
     return Spent(len(rounds), draft * len(rounds), sum(costs.verify_seconds(1 + each) for each in columns))

@@ -183,11 +183,11 @@ def _priced(policy: Recorded, passes: Costs) -> tuple[Drafts, float]:
     """The recorded drafts with their costs, and the seconds that the draft needs to read a prompt."""
     later = [one for call in policy.calls for one in call[1:]] or [one for call in policy.calls for one in call]
     blocks = all(one.asked == 1 for one in later)
-    draft = median(one.draft_seconds / one.asked for one in later)
+    once, draft = (median(each) for each in zip(*(one.of_draft for one in later), strict=True))
     # a round also judges and commits, and the load of the machine changes over time
     slower = median(one.verify_seconds / passes.verify_seconds(1 + one.drafted) for one in later)
     firsts = [call[0] for call in policy.calls if call]
-    read_prompt = median(one.draft_seconds - draft * one.asked for one in firsts)
+    read_prompt = median(one.draft_seconds - once - draft * one.asked for one in firsts)
     calls = tuple(marks(call, policy.tokens) for call in policy.calls)
     costs = Costs(tuple((columns, seconds * slower) for columns, seconds in passes.verify), draft)
-    return Drafts(calls, costs, blocks, tree_columns(later, policy.tokens)), max(0.0, read_prompt)
+    return Drafts(calls, costs, blocks, tree_columns(later, policy.tokens), once), max(0.0, read_prompt)

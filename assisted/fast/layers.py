@@ -162,7 +162,7 @@ class FusedMLP(Skippable):
 
 
 class DeltaLayer(FusedMLP):
-    """RMSNorm, the gated delta rule, RMSNorm and an MLP, as in hybrids' layers. Prompts run through the layer's own mixer."""
+    """RMSNorm, the gated delta rule, RMSNorm and an MLP, as in hybrids' layers."""
 
     def __init__(self, layer: Any, shared: Shared, copied: bool):
         super().__init__(layer, copied)
@@ -309,7 +309,7 @@ class FusedLayer(FusedMLP):
     ) -> torch.Tensor | None:
         """`forward` in C; None if that cannot run this pass. beside: see `NativeLayer`."""
         cache: Any = kwargs.get(CACHE)
-        if self.native is None or self.alone is None or hidden_states.dtype != self.native.dtype:
+        if self.alone is None or hidden_states.dtype != self.alone.dtype:
             return None
         slots = slots_of_layer(cache, self.index) or self.slots_to_read(hidden_states, attention_mask, cache)
         if slots is None:
@@ -323,7 +323,7 @@ class FusedLayer(FusedMLP):
             angles = angles[0][:, -1:], angles[1][:, -1:]
             around = self.shared.around(hidden, mask, angles, cache, self.index, self.kind)
         made = self.alone.one(hidden, *slots, around, beside)
-        if self.native.is_whole:
+        if self.whole_mlp is None:
             return made
         # what the MLP reads beside attention is gone
         return self.transform(made, self.before(hidden) if self.is_beside else None)

@@ -167,17 +167,8 @@ def declared(library: Any) -> Any:
     library.read_level.argtypes, library.add_level.argtypes = [*[c_void_p] * 5, c_int64], [c_void_p] * 2
     library.fuse_features.argtypes = library.logits_of_head.argtypes
     library.hash_parts.argtypes = [c_void_p, *[c_int64] * 2, c_void_p, ctypes.c_int]
-    for name in (
-        "multiply",
-        "list_slots",
-        "highest",
-        "norms",
-        "logits_of_head",
-        "fuse_features",
-        "hash_parts",
-        "mix",
-        "advance",
-    ):
+    given = "multiply list_slots highest norms logits_of_head fuse_features hash_parts mix advance"
+    for name in given.split():
         getattr(library, name).restype = None
     for name in ("layers", "move", "step_of_head", "add_level"):
         getattr(library, name).restype = c_int64
@@ -619,7 +610,7 @@ class NativeLayer:
 
 
 class NativeLayers:
-    """Layers of the same sizes, which run one after the other.
+    """Layers of one dtype and hidden size, which run one after the other.
 
     Args:
         layers: the layers.
